@@ -1,0 +1,37 @@
+"""Every error this package raises on purpose.
+
+A message names the file, the tensor or the option; says what was declared and what was found; and ends with the next
+step. This module imports nothing of ours, so that every layer can raise the same classes.
+"""
+
+
+class TurbosparkError(Exception):
+    """Base of all errors of this package. The command line prints it as one line and exits with code 1."""
+
+
+class InstallError(TurbosparkError):
+    """A ``.gturbo`` install is damaged, hostile, incomplete, or of a kind that this version cannot run."""
+
+
+class ConvertError(TurbosparkError):
+    """A checkpoint cannot be converted, or a conversion cannot be resumed."""
+
+
+class StoreError(TurbosparkError):
+    """A model alias, repository or download cannot be resolved."""
+
+
+class OptionError(TurbosparkError, ValueError):
+    """An option or argument has a value that cannot work."""
+
+
+class ContextError(TurbosparkError, ValueError):
+    """A prompt and the tokens to generate do not fit the context, or a position is out of order."""
+
+
+class GenerationError(TurbosparkError):
+    """Generation cannot go on, for example because the logits are not finite."""
+
+
+class BackendError(TurbosparkError):
+    """A kernel back end is missing, or cannot serve what was asked of it."""

@@ -1,0 +1,133 @@
+"""The contracts between the parts of the package. Imports nothing of ours.
+
+``gturbo`` knows bytes and JSON, ``convert`` knows checkpoint formats, ``families`` know models. They meet here: a
+family describes its configuration and where each checkpoint tensor goes, in terms that neither of the others owns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, runtime_checkable
+
+Role = Literal["embedding", "attention", "router", "shared_expert", "routed_expert", "head", "vector"]
+"""What a tensor is for. ``shared_expert`` includes the feed-forward matrices of dense layers, as in the manifest's
+``quant`` block; ``vector`` is everything that is never quantized (norms, biases, scalars)."""
+
+
+@dataclass(frozen=True)
+class AffineFormat:
+    """How one matrix is packed: ``w = scale * q + bias`` over groups of ``group_size`` input columns.
+
+    ``companion_dtype`` is the dtype of scales and biases: ``"bfloat16"``, ``"float16"`` or ``"float32"``.
+    """
+
+    bits: int
+    group_size: int
+    companion_dtype: str
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where one checkpoint tensor goes in an install.
+
+    ``name`` is the install's tensor name and ends in ``.weight`` for matrices. ``checkpoint_name`` is the name that
+    the module's parameter carries, which is the published checkpoint's.
+    """
+
+    name: str
+    role: Role
+    checkpoint_name: str
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """A checkpoint tensor that is left out of an install on purpose, with the reason that is reported."""
+
+    reason: str
+
+
+class ModelConfig(Protocol):
+    """A family's frozen configuration. Built from a config.json or from a manifest; both give equal objects."""
+
+    vocab_size: int
+    num_hidden_layers: int
+    max_position_embeddings: int
+
+    def to_manifest(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """``(arch, extension)``: the manifest's ``arch`` object, complete, and what ``arch`` cannot say."""
+        ...
+
+    def elder_assumption(self) -> dict[str, Any]:
+        """What the elder engines assume for each key of the extension, so that the writer can tell whether an
+        install needs the flag that makes them refuse it."""
+        ...
+
+
+class Family(Protocol):
+    """What the registry holds for each family package, as its module-level ``FAMILY``."""
+
+    name: str
+    model_types: tuple[str, ...]
+    """``model_type`` spellings of config.json that this family runs."""
+    manifest_families: tuple[str, ...]
+    """``arch.family`` spellings of manifests that this family runs."""
+    gguf_architectures: tuple[str, ...]
+    """``general.architecture`` spellings of GGUF files that this family converts."""
+
+    def config_from_hf(self, config: Mapping[str, Any]) -> ModelConfig:
+        """Parse config.json, in the published and in the transformers 5 spelling. Raises ConvertError on every field
+        that changes the model and is not understood."""
+        ...
+
+    def config_from_manifest(self, arch: Mapping[str, Any], extension: Mapping[str, Any]) -> ModelConfig:
+        """Parse a manifest. ``extension`` is empty for installs of the elder engines. Raises InstallError."""
+        ...
+
+    def hf_config_from_gguf(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
+        """A config.json dictionary with the same meaning as GGUF metadata. Raises ConvertError."""
+        ...
+
+    def place(self, checkpoint_name: str, config: ModelConfig) -> Placement | Dropped:
+        """Where a checkpoint tensor goes. ``checkpoint_name`` is in the published or the mlx spelling, without the
+        ``.scales`` / ``.biases`` companions. Idempotent: an install name maps to itself. Raises ConvertError for a
+        name that the family does not know."""
+        ...
+
+    def expected(self, config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
+        """Install name -> logical shape of every tensor that the model needs."""
+        ...
+
+    def gguf_name(self, name: str, config: ModelConfig) -> str | Dropped:
+        """The checkpoint name of a GGUF tensor name. Raises ConvertError for a name that the family does not know."""
+        ...
+
+    def gguf_rows(self, checkpoint_name: str, config: ModelConfig) -> Sequence[int] | None:
+        """For a GGUF tensor whose rows are stored in another order: the GGUF row of each installed row."""
+        ...
+
+
+@runtime_checkable
+class LayerCache(Protocol):
+    """The state of one layer. mlx-lm's tools use the first group of names, ours use the second as well."""
+
+    offset: int
+    state: Any
+
+    @property
+    def nbytes(self) -> int: ...
+    def is_trimmable(self) -> bool: ...
+    def trim(self, n: int) -> int: ...
+
+    def reusable(self, prefix_len: int) -> int:
+        """The longest prefix, at most ``prefix_len``, that this state can go back to by itself."""
+        ...
+
+    def mark(self) -> Any:
+        """A point to come back to. Cheap: holds references, copies nothing."""
+        ...
+
+    def rollback(self, mark: Any) -> None:
+        """Go back to ``mark``: the state equals never having gone on. Raises ContextError for a mark that is no
+        longer part of this state's history."""
+        ...
