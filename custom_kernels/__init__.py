@@ -1,0 +1,1 @@
+"""Performance-critical operations: public functions, each beside its reference in plain mlx."""

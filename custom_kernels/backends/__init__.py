@@ -1,0 +1,1 @@
+"""Where kernels run, and the one place that chooses."""

@@ -1,0 +1,1 @@
+"""Per-layer state that can be marked and rolled back."""

@@ -1,0 +1,1 @@
+"""Checkpoints of other formats into `.gturbo` installs."""

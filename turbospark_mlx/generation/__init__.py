@@ -1,0 +1,1 @@
+"""Sampling, stopping, detokenizing and the generation loop."""

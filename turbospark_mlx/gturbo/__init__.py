@@ -1,0 +1,1 @@
+"""The `.gturbo` install format: reader, validator and writer."""
