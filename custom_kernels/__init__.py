@@ -1,1 +1,13 @@
-"""Performance-critical operations: public functions, each beside its reference in plain mlx."""
+"""Performance-critical operations: public functions, each beside its reference in plain mlx.
+
+Every op takes the back end that `backends.select` returned. Results have the dtype of the activations; sums are taken
+in float32. A reference is the op's definition and may be slow.
+"""
+
+from turbospark_mlx.custom_kernels import backends
+from turbospark_mlx.custom_kernels.affine import affine_embedding, affine_matmul
+from turbospark_mlx.custom_kernels.dense import dense_matmul
+from turbospark_mlx.custom_kernels.norm import rms_norm
+from turbospark_mlx.custom_kernels.sdpa import attention
+
+__all__ = ["affine_embedding", "affine_matmul", "attention", "backends", "dense_matmul", "rms_norm"]

@@ -1,0 +1,49 @@
+"""The ops in numpy float64, from their equations and from the packed bytes, sharing nothing with the package."""
+
+import mlx.core as mx
+import numpy as np
+
+
+def float64(a: mx.array) -> np.ndarray:
+    return np.array(a.astype(mx.float32)).astype(np.float64)
+
+
+def unpack(weight: mx.array, scales: mx.array, biases: mx.array, bits: int, group_size: int) -> np.ndarray:
+    """The matrix that packed little-endian bits stand for."""
+    rows = weight.shape[0]
+    stream = np.unpackbits(np.array(weight).view(np.uint8), axis=1, bitorder="little")
+    q = stream.reshape(rows, -1, bits) @ (1 << np.arange(bits))
+    grouped = q.reshape(rows, -1, group_size)
+    return (float64(scales)[..., None] * grouped + float64(biases)[..., None]).reshape(rows, -1)
+
+
+def random_affine(rng, rows: int, columns: int, bits: int, group_size: int, dtype: mx.Dtype):
+    """A random packed matrix; every bit pattern occurs."""
+    weight = mx.array(rng.integers(0, 2**32, (rows, columns * bits // 32), dtype=np.uint32))
+    scales = mx.array(rng.normal(size=(rows, columns // group_size)).astype(np.float32) / 2**bits).astype(dtype)
+    biases = mx.array(rng.normal(size=(rows, columns // group_size)).astype(np.float32)).astype(dtype)
+    return weight, scales, biases
+
+
+def attention(q, k, v, scale, visible=None, additive=None, sinks=None) -> np.ndarray:
+    """One query and one head at a time. ``visible`` and ``additive`` are ``[B, H, L, S]``."""
+    out = np.zeros((*q.shape[:3], v.shape[-1]))
+    for b, h, i in np.ndindex(*q.shape[:3]):
+        g = h * k.shape[1] // q.shape[1]
+        logits = scale * (k[b, g] @ q[b, h, i])
+        if additive is not None:
+            logits = logits + additive[b, h, i]
+        shown = np.ones(len(logits), bool) if visible is None else visible[b, h, i]
+        logits, values = logits[shown], v[b, g][shown]
+        if sinks is not None:
+            logits, values = np.append(logits, sinks[h]), np.append(values, np.zeros((1, v.shape[-1])), axis=0)
+        if len(logits):
+            weights = np.exp(logits - logits.max())
+            out[b, h, i] = weights @ values / weights.sum()
+    return out
+
+
+def relative_error(found: mx.array, expected: np.ndarray) -> float:
+    """Largest difference relative to the largest expected value."""
+    assert found.shape == expected.shape
+    return float(np.abs(float64(found) - expected).max() / np.abs(expected).max())
