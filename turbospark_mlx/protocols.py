@@ -48,11 +48,20 @@ class Dropped:
 
 
 class ModelConfig(Protocol):
-    """A family's frozen configuration. Built from a config.json or from a manifest; both give equal objects."""
+    """A family's frozen dataclass. Built from a config.json or from a manifest; both give equal objects."""
 
     vocab_size: int
     num_hidden_layers: int
     max_position_embeddings: int
+    tie_word_embeddings: bool | None
+    """None where config.json does not say: ``convert`` decides by the tensors and replaces it."""
+    tie_word_embeddings: bool | None
+    """None where config.json is silent: then the tensors decide. Whoever sees them replaces it with
+    ``dataclasses.replace``; ``to_manifest`` and ``Family.expected`` refuse None."""
+
+    def kv_bytes(self, context: int, itemsize: int) -> int:
+        """Bytes that the caches of one sequence of ``context`` tokens take, with elements of ``itemsize`` bytes."""
+        ...
 
     def to_manifest(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """``(arch, extension)``: the manifest's ``arch`` object, complete, and what ``arch`` cannot say."""
@@ -90,8 +99,9 @@ class Family(Protocol):
 
     def place(self, checkpoint_name: str, config: ModelConfig) -> Placement | Dropped:
         """Where a checkpoint tensor goes. ``checkpoint_name`` is in the published or the mlx spelling, without the
-        ``.scales`` / ``.biases`` companions. Idempotent: an install name maps to itself. Raises ConvertError for a
-        name that the family does not know."""
+        ``.scales`` / ``.biases`` companions. Idempotent: an install name maps to itself. A head beside a tied
+        embedding is ``Dropped``; whether it is the embedding's copy is for the caller to check. Raises ConvertError
+        for a name that the family does not know."""
         ...
 
     def expected(self, config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
