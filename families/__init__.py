@@ -1,7 +1,7 @@
 """Model families, one package each, and the table that finds them.
 
-A family package exposes ``FAMILY`` (see ``turbospark_mlx.protocols.Family``) and ``Model``. Adding a family means adding
-its package and one line here.
+A family package exposes ``FAMILY`` (see ``turbospark_mlx.protocols.Family``) and ``Model``. Adding a family means
+adding its package and one line here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def family_for_model_type(model_type: str) -> Family:
             return family
     known = sorted(t for family in _families() for t in family.model_types)
     raise ConvertError(
-        f"config.json: model_type is {model_type!r}, which no family of this version runs. Supported: {', '.join(known)}."
+        f"config.json: model_type is {model_type!r}, which no family of this version runs."
+        f" Supported: {', '.join(known)}."
     )
 
 

@@ -1,0 +1,115 @@
+"""Reading fields of a configuration that someone else wrote: every value is checked, every refusal names its field.
+
+Knows nothing of any family.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from turbospark_mlx.errors import TurbosparkError
+
+LARGEST_SIZE = 2**31 - 1
+"""MLX keeps array dimensions in 32 bits."""
+MOST_LAYERS = 4096
+"""Far above any model; a count in a file must not decide how long a loop runs."""
+
+_REQUIRED: Any = object()
+
+
+@dataclass(frozen=True)
+class Fields:
+    """The fields of one JSON object, read with checks.
+
+    ``where`` is how messages call the object (``"config.json"``, ``"manifest.json: arch"``); ``error`` is the class
+    that they raise. A field that is absent or null takes ``default``; without a default it is required.
+    """
+
+    values: Mapping[str, Any]
+    where: str
+    error: type[TurbosparkError]
+
+    def refuse(self, key: str, why: str) -> TurbosparkError:
+        """The error to raise about ``key``: it shows the value that was found."""
+        return self.error(f"{self.where}: {key} is {self.values.get(key)!r}; {why}")
+
+    def has(self, key: str) -> bool:
+        return self.values.get(key) is not None
+
+    def _get(self, key: str, default: Any) -> Any:
+        value = self.values.get(key)
+        if value is not None:
+            return value
+        if default is _REQUIRED:
+            raise self.error(f"{self.where}: {key} is missing. The model cannot be built without it.")
+        return default
+
+    def size(self, key: str, default: Any = _REQUIRED, *, least: int = 1, most: int = LARGEST_SIZE) -> Any:
+        """A whole number between ``least`` and ``most``."""
+        value = self._get(key, default)
+        if value is default:
+            return value
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise self.refuse(key, f"expected a whole number from {least} to {most}.")
+        return value
+
+    def number(self, key: str, default: Any = _REQUIRED, *, above: float = 0.0) -> Any:
+        """A finite number greater than ``above``."""
+        value = self._get(key, default)
+        if value is default:
+            return value
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.refuse(key, "expected a number.")
+        if not math.isfinite(value) or value <= above:
+            raise self.refuse(key, f"expected a finite number greater than {above:g}.")
+        return float(value)
+
+    def flag(self, key: str, default: Any = _REQUIRED) -> Any:
+        value = self._get(key, default)
+        if value is not default and not isinstance(value, bool):
+            raise self.refuse(key, "expected true or false.")
+        return value
+
+    def text(self, key: str, default: Any = _REQUIRED) -> Any:
+        value = self._get(key, default)
+        if value is not default and not isinstance(value, str):
+            raise self.refuse(key, "expected a string.")
+        return value
+
+    def items(self, key: str, default: Any = _REQUIRED) -> Any:
+        value = self._get(key, default)
+        if value is default:
+            return value
+        if not isinstance(value, list | tuple):
+            raise self.refuse(key, "expected a list.")
+        return tuple(value)
+
+    def object(self, key: str) -> Fields:
+        """The fields of a nested object; of an empty one where ``key`` is absent or null."""
+        value = self._get(key, {})
+        if not isinstance(value, Mapping):
+            raise self.refuse(key, "expected an object.")
+        return Fields(value, f"{self.where}: {key}", self.error)
+
+    def exactly(self, known: set[str]) -> None:
+        """Refuse an object whose fields are not just those of ``known``: one too many or one too few."""
+        if unknown := sorted(self.values.keys() - known):
+            raise self.error(
+                f"{self.where}: unknown field {unknown[0]!r}."
+                " A newer version may have written it; update turbospark-mlx."
+            )
+        if missing := sorted(known - self.values.keys()):
+            raise self.error(f"{self.where}: {missing[0]} is missing.")
+
+    def allow_only(self, key: str, harmless: tuple[Any, ...], why: str) -> None:
+        """Refuse ``key`` unless it is absent, null, or one of the values that leave the model as it is."""
+        value = self.values.get(key)
+        if value is not None and not any(
+            value == h and isinstance(value, bool) == isinstance(h, bool) for h in harmless
+        ):
+            raise self.refuse(key, why)

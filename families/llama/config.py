@@ -1,0 +1,340 @@
+"""The llama family's configuration: Llama 2/3.x, Mistral, Qwen2/2.5 and Qwen3 as one decoder with switches.
+
+Where published code disagrees about a field, transformers' reading is taken, because checkpoints are published for it:
+
+- Mistral: ``sliding_window`` without ``layer_types`` windows every layer, and an absent ``sliding_window`` means 4096.
+- Qwen: windows only with ``use_sliding_window``, and only from layer ``max_window_layers`` on.
+- An absent ``head_dim`` is ``hidden_size / num_attention_heads``; an absent ``rope_theta`` is 10000.
+
+Fields of config.json fall in three groups. Those read below are understood. Those of ``_HARMLESS_VALUES`` change the
+model unless they hold one of the listed values, and are refused otherwise. All others (token ids, dropout,
+initialisation, provenance, quantization, which belongs to the converter) leave the forward pass alone and are not
+looked at; a change that no field tells of still shows in the tensors, whose names and shapes are checked one by one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from turbospark_mlx.errors import ConvertError, InstallError
+from turbospark_mlx.families.fields import MOST_LAYERS, Fields
+from turbospark_mlx.families.rope import RopeScaling, parse_rope, scaling_from_dict, scaling_to_dict
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+MODEL_TYPES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+"""config.json's ``model_type`` -> the manifest's ``arch.family``."""
+
+_HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "hidden_activation": ("silu", "swish"),
+    "partial_rotary_factor": (1,),
+    "rope_traditional": (False,),
+    "rope_interleaved": (False,),
+    "use_mrope": (False,),
+    "no_rope_layers": ([],),
+    "no_rope_layer_interval": (0,),
+    "position_embedding_type": ("rope", "absolute"),
+    "use_qk_norm": (False,),
+    "qk_norm": (False,),
+    "qk_layernorm": (False,),
+    "clip_qkv": (),
+    "attn_output_gate": (False,),
+    "attention_chunk_size": (),
+    "attention_sink": (False,),
+    "attention_multiplier": (),
+    "query_pre_attn_scalar": (),
+    "attn_temperature_tuning": (False,),
+    "attn_logit_softcapping": (0,),
+    "final_logit_softcapping": (0,),
+    "logits_scaling": (1,),
+    "logit_scale": (1,),
+    "embedding_multiplier": (1,),
+    "scale_emb": (1,),
+    "residual_multiplier": (1,),
+    "scale_depth": (),
+    "parallel_residual": (False,),
+    "use_parallel_residual": (False,),
+    "parallel_attn": (False,),
+    "post_norm": (False,),
+    "is_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
+    "use_bidirectional_attention": (False,),
+    "is_causal": (True,),
+    "num_experts": (0,),
+    "num_local_experts": (0,),
+    "n_routed_experts": (0,),
+    "moe_num_experts": (0,),
+}
+
+_EXTENSION_KEYS = {"rms_norm_eps", "rope_scaling", "attention_bias", "attention_output_bias", "mlp_bias", "qk_norm"}
+
+_UNKNOWN_CONTEXT = 4096
+"""What the elder engines take for an install that does not state its trained length."""
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """One model of the family.
+
+    ``model_type`` is the manifest's family string. ``attention_bias`` is about q, k and v; ``attention_output_bias``
+    about o. ``sliding_window`` counts the query's own token and is None exactly when no layer slides.
+    ``tie_word_embeddings`` is None where config.json does not say: then the tensors decide, and whoever sees them
+    replaces it (``dataclasses.replace``) before asking for a manifest or for the expected tensors.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    layer_types: tuple[str, ...]
+    sliding_window: int | None
+    attention_bias: bool
+    attention_output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    tie_word_embeddings: bool | None
+
+    def slides(self, layer: int) -> bool:
+        """Whether this layer sees only the last ``sliding_window`` tokens."""
+        return self.layer_types[layer] == SLIDING
+
+    def kv_bytes(self, context: int, itemsize: int) -> int:
+        """Bytes that the caches of one sequence of ``context`` tokens take with elements of ``itemsize`` bytes."""
+        sliding = sum(map(self.slides, range(self.num_hidden_layers)))
+        rows = (self.num_hidden_layers - sliding) * context + sliding * min(context, self.sliding_window or 0)
+        return 2 * rows * self.num_key_value_heads * self.head_dim * itemsize
+
+    def to_manifest(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The manifest's ``arch`` and the extension, both complete."""
+        if self.tie_word_embeddings is None:
+            raise ConvertError(
+                "tie_word_embeddings is not decided: config.json is silent and the tensors were not seen."
+            )
+        arch = {
+            "family": self.model_type,
+            "hiddenSize": self.hidden_size,
+            "ffnIntermediate": self.intermediate_size,
+            "moeIntermediateSize": 0,
+            "numHeads": self.num_attention_heads,
+            "numKVHeads": self.num_key_value_heads,
+            "numFullKVHeads": self.num_key_value_heads,
+            "headDim": self.head_dim,
+            "fullHeadDim": self.head_dim,
+            "vocabSize": self.vocab_size,
+            "slidingWindow": self.sliding_window or 0,
+            "finalLogitSoftcap": 0.0,
+            "ropeTheta": self.rope_theta,
+            "fullRopeTheta": self.rope_theta,
+            "partialRotaryFactor": 1.0,
+            "numLayers": self.num_hidden_layers,
+            "numExperts": 0,
+            "topKExperts": 0,
+            "tieWordEmbeddings": self.tie_word_embeddings,
+            "attentionKEqV": False,
+            "hiddenActivation": "silu",
+            "fullAttentionLayerMask": [int(t == FULL) for t in self.layer_types],
+            "attentionScale": self.head_dim**-0.5,
+            "trainedContext": self.max_position_embeddings,
+            **_BEHAVIOUR_FLAGS,
+        }
+        extension = {
+            "rms_norm_eps": self.rms_norm_eps,
+            "rope_scaling": scaling_to_dict(self.rope_scaling),
+            "attention_bias": self.attention_bias,
+            "attention_output_bias": self.attention_output_bias,
+            "mlp_bias": self.mlp_bias,
+            "qk_norm": self.qk_norm,
+        }
+        return arch, extension
+
+    def elder_assumption(self) -> dict[str, Any]:
+        """What the elder engines take each extension key for: they decide by family."""
+        return elder_assumption(self.model_type)
+
+
+_BEHAVIOUR_FLAGS = {
+    "attnOutputGate": False,
+    "embeddingScaledBySqrtHidden": False,
+    "routerScaled": False,
+    "ffnSandwichNorms": False,
+    "sharedExpertGated": False,
+    "ropeNeoxSubdim": False,
+}
+"""Written in full, because elder readers fall back to another family's answers for absent ones."""
+
+
+def elder_assumption(model_type: str) -> dict[str, Any]:
+    return {
+        "rms_norm_eps": 1e-5 if model_type == "llama" else 1e-6,
+        "rope_scaling": None,
+        "attention_bias": model_type == "qwen2",
+        "attention_output_bias": False,
+        "mlp_bias": False,
+        "qk_norm": model_type == "qwen3",
+    }
+
+
+def config_from_hf(config: Mapping[str, Any]) -> LlamaConfig:
+    """Parse config.json. Raises ConvertError on every field that changes the model and is not understood."""
+    fields = Fields(config, "config.json", ConvertError)
+    spelling = fields.text("model_type")
+    if spelling not in MODEL_TYPES:
+        raise fields.refuse("model_type", f"this family runs {', '.join(MODEL_TYPES)}.")
+    model_type = MODEL_TYPES[spelling]
+    for key, harmless in _HARMLESS_VALUES.items():
+        fields.allow_only(
+            key, harmless, "this family does not implement it, and without it the model would be another."
+        )
+    if model_type == "qwen2":
+        fields.allow_only("attention_bias", (True,), "Qwen2 has biases on q, k and v.")
+
+    layers = fields.size("num_hidden_layers", most=MOST_LAYERS)
+    heads = fields.size("num_attention_heads")
+    hidden = fields.size("hidden_size")
+    if not fields.has("head_dim") and hidden % heads:
+        raise fields.refuse(
+            "hidden_size", f"it is not a multiple of num_attention_heads, {heads}, and head_dim is absent."
+        )
+    head_dim = fields.size("head_dim", hidden // heads)
+    longest = fields.size("max_position_embeddings")
+    theta, scaling = parse_rope(fields, head_dim, longest)
+    layer_types, window = _windows(fields, spelling, layers)
+    attention_bias = fields.flag("attention_bias", False)
+    return _checked(
+        fields,
+        LlamaConfig(
+            model_type=model_type,
+            vocab_size=fields.size("vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=fields.size("intermediate_size"),
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=fields.size("num_key_value_heads", heads),
+            head_dim=head_dim,
+            max_position_embeddings=longest,
+            rms_norm_eps=fields.number("rms_norm_eps"),
+            rope_theta=theta,
+            rope_scaling=scaling,
+            layer_types=layer_types,
+            sliding_window=window,
+            attention_bias=attention_bias or model_type == "qwen2",
+            attention_output_bias=attention_bias and model_type != "qwen2",
+            mlp_bias=fields.flag("mlp_bias", False),
+            qk_norm=model_type == "qwen3",
+            tie_word_embeddings=fields.flag("tie_word_embeddings", None),
+        ),
+    )
+
+
+def _windows(fields: Fields, spelling: str, layers: int) -> tuple[tuple[str, ...], int | None]:
+    """``(layer_types, sliding_window)`` as the family of ``spelling`` means them."""
+    window = fields.size("sliding_window", None)
+    if spelling == "mistral" and "sliding_window" not in fields.values:
+        window = 4096
+    types = fields.items("layer_types", None)
+    if types is None:
+        first = layers
+        if spelling == "mistral":
+            first = 0
+        elif spelling in ("qwen2", "qwen3") and fields.flag("use_sliding_window", False):
+            first = fields.size("max_window_layers", 28, least=0)
+        types = tuple(SLIDING if window is not None and i >= first else FULL for i in range(layers))
+    if len(types) != layers:
+        raise fields.error(f"{fields.where}: layer_types has {len(types)} entries; num_hidden_layers is {layers}.")
+    for entry in types:
+        if entry not in (FULL, SLIDING):
+            raise fields.error(f"{fields.where}: layer_types has {entry!r}; this family has {FULL} and {SLIDING}.")
+    if SLIDING not in types:
+        return types, None
+    if window is None:
+        raise fields.refuse("sliding_window", f"layer_types has {SLIDING}, which needs a window.")
+    return types, window
+
+
+def config_from_manifest(arch: Mapping[str, Any], extension: Mapping[str, Any]) -> LlamaConfig:
+    """Parse a manifest. Without an extension, what ``arch`` cannot say is decided by family, as elder engines do.
+    Raises InstallError."""
+    fields = Fields(arch, "manifest.json: arch", InstallError)
+    model_type = fields.text("family")
+    if model_type not in MODEL_TYPES.values():
+        raise fields.refuse("family", f"this family runs {', '.join(sorted(set(MODEL_TYPES.values())))}.")
+    more = Fields(extension or elder_assumption(model_type), "manifest.json: extension", InstallError)
+    more.exactly(_EXTENSION_KEYS)
+
+    head_dim = fields.size("headDim")
+    kv_heads = fields.size("numKVHeads")
+    theta = fields.number("ropeTheta", above=1.0)
+    mask = fields.items("fullAttentionLayerMask")
+    if any(isinstance(entry, bool) or entry not in (0, 1) for entry in mask):
+        raise fields.refuse("fullAttentionLayerMask", "this family has full (1) and sliding (0) layers.")
+    longest = fields.size("trainedContext", _UNKNOWN_CONTEXT)
+    fixed = {
+        **dict.fromkeys(_BEHAVIOUR_FLAGS, (False,)),
+        "attentionKEqV": (False,),
+        "hiddenActivation": ("silu",),
+        "finalLogitSoftcap": (0,),
+        "partialRotaryFactor": (1,),
+        "numFullKVHeads": (kv_heads,),
+        "fullHeadDim": (head_dim,),
+        "fullRopeTheta": (theta,),
+        "numExperts": (0,),
+        "topKExperts": (0,),
+    }
+    for key, harmless in fixed.items():
+        fields.allow_only(key, harmless, f"a dense {model_type} model has {harmless[0]!r}.")
+    if not math.isclose(fields.number("attentionScale", head_dim**-0.5), head_dim**-0.5, rel_tol=1e-6):
+        raise fields.refuse("attentionScale", f"for heads of {head_dim} it is {head_dim**-0.5!r}.")
+    return _checked(
+        fields,
+        LlamaConfig(
+            model_type=model_type,
+            vocab_size=fields.size("vocabSize"),
+            hidden_size=fields.size("hiddenSize"),
+            intermediate_size=fields.size("ffnIntermediate"),
+            num_hidden_layers=fields.size("numLayers", most=MOST_LAYERS),
+            num_attention_heads=fields.size("numHeads"),
+            num_key_value_heads=kv_heads,
+            head_dim=head_dim,
+            max_position_embeddings=longest,
+            rms_norm_eps=more.number("rms_norm_eps"),
+            rope_theta=theta,
+            rope_scaling=scaling_from_dict(more, "rope_scaling", head_dim, longest),
+            layer_types=tuple(FULL if entry else SLIDING for entry in mask),
+            sliding_window=fields.size("slidingWindow") if 0 in mask else None,
+            attention_bias=more.flag("attention_bias"),
+            attention_output_bias=more.flag("attention_output_bias"),
+            mlp_bias=more.flag("mlp_bias"),
+            qk_norm=more.flag("qk_norm"),
+            tie_word_embeddings=fields.flag("tieWordEmbeddings"),
+        ),
+    )
+
+
+def _checked(fields: Fields, config: LlamaConfig) -> LlamaConfig:
+    """The same configuration, once its numbers fit each other."""
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise fields.error(
+            f"{fields.where}: {config.num_attention_heads} attention heads cannot share"
+            f" {config.num_key_value_heads} key/value heads evenly."
+        )
+    if config.head_dim % 2:
+        raise fields.error(
+            f"{fields.where}: the head size is {config.head_dim}; rotary position embedding needs pairs."
+        )
+    if len(config.layer_types) != config.num_hidden_layers:
+        raise fields.error(
+            f"{fields.where}: {len(config.layer_types)} layer kinds are given for {config.num_hidden_layers} layers."
+        )
+    return config

@@ -1,0 +1,100 @@
+"""Names, shapes and roles of the llama family's tensors, each fact stated once.
+
+Three spellings of one name, for example
+
+    model.layers.3.self_attn.q_proj.weight                  published checkpoint, mlx checkpoint, module parameter
+    language_model.model.layers.3.self_attn.q_proj.weight   install
+    blk.3.attn_q.weight                                     GGUF (see gguf.py)
+
+``post_attention_layernorm`` is the norm before the feed-forward block here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from turbospark_mlx.errors import ConvertError
+from turbospark_mlx.families.llama.config import LlamaConfig
+from turbospark_mlx.protocols import Dropped, Placement, Role
+
+PREFIX = "language_model."
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_ROLES: dict[str, Role] = {"self_attn": "attention", "mlp": "shared_expert"}
+
+
+def _layer_shapes(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """``(name, shape)`` of every tensor of one layer; all layers are alike."""
+    hidden, wide = config.hidden_size, config.intermediate_size
+    queries, keys = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+    matrices = (
+        ("self_attn.q_proj", queries, hidden, config.attention_bias),
+        ("self_attn.k_proj", keys, hidden, config.attention_bias),
+        ("self_attn.v_proj", keys, hidden, config.attention_bias),
+        ("self_attn.o_proj", hidden, queries, config.attention_output_bias),
+        ("mlp.gate_proj", wide, hidden, config.mlp_bias),
+        ("mlp.up_proj", wide, hidden, config.mlp_bias),
+        ("mlp.down_proj", hidden, wide, config.mlp_bias),
+    )
+    for name, rows, columns, bias in matrices:
+        yield f"{name}.weight", (rows, columns)
+        if bias:
+            yield f"{name}.bias", (rows,)
+    if config.qk_norm:
+        yield "self_attn.q_norm.weight", (config.head_dim,)
+        yield "self_attn.k_norm.weight", (config.head_dim,)
+    yield "input_layernorm.weight", (hidden,)
+    yield "post_attention_layernorm.weight", (hidden,)
+
+
+def _checkpoint_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    if config.tie_word_embeddings is None:
+        raise ConvertError("tie_word_embeddings is not decided: config.json is silent and the tensors were not seen.")
+    layer = dict(_layer_shapes(config))
+    shapes = {_EMBEDDING: (config.vocab_size, config.hidden_size)}
+    for number in range(config.num_hidden_layers):
+        shapes |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items()}
+    shapes["model.norm.weight"] = (config.hidden_size,)
+    if not config.tie_word_embeddings:
+        shapes[_HEAD] = (config.vocab_size, config.hidden_size)
+    return shapes
+
+
+def expected(config: LlamaConfig) -> Mapping[str, tuple[int, ...]]:
+    """Install name -> logical shape of every tensor that the model needs, in reading order."""
+    return {PREFIX + name: shape for name, shape in _checkpoint_shapes(config).items()}
+
+
+def place(checkpoint_name: str, config: LlamaConfig) -> Placement | Dropped:
+    """Where a checkpoint tensor goes; an install name maps to itself.
+
+    A head beside a tied embedding is dropped as its copy; whether it is one is for the caller to check. Raises
+    ConvertError for a name that no model of this configuration has.
+    """
+    name = checkpoint_name.removeprefix(PREFIX)
+    if name == _HEAD and config.tie_word_embeddings:
+        return Dropped("a copy of the tied embedding")
+    if name in (_EMBEDDING, _HEAD, "model.norm.weight"):
+        role: Role = {_EMBEDDING: "embedding", _HEAD: "head"}.get(name, "vector")
+        return Placement(PREFIX + name, role, name)
+    if name.endswith("rotary_emb.inv_freq"):
+        return Dropped("rotary frequencies, which follow from the configuration")
+    found = _LAYER.fullmatch(name)
+    if not found:
+        raise ConvertError(f"checkpoint: tensor {checkpoint_name!r} is not one of the {config.model_type} family.")
+    number, suffix = int(found[1]), found[2]
+    if number >= config.num_hidden_layers or str(number) != found[1]:
+        raise ConvertError(
+            f"checkpoint: tensor {checkpoint_name!r} is of layer {found[1]}; the configuration has"
+            f" {config.num_hidden_layers} layers."
+        )
+    shapes = dict(_layer_shapes(config))
+    if suffix not in shapes:
+        raise ConvertError(
+            f"checkpoint: tensor {checkpoint_name!r} has no place in a {config.model_type} model with attention_bias"
+            f" {config.attention_bias}, mlp_bias {config.mlp_bias} and qk_norm {config.qk_norm}. Leaving it out would"
+            " make another model; check config.json."
+        )
+    role = _ROLES[suffix.split(".")[0]] if len(shapes[suffix]) == 2 else "vector"
+    return Placement(PREFIX + name, role, name)
