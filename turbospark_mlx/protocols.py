@@ -54,8 +54,6 @@ class ModelConfig(Protocol):
     num_hidden_layers: int
     max_position_embeddings: int
     tie_word_embeddings: bool | None
-    """None where config.json does not say: ``convert`` decides by the tensors and replaces it."""
-    tie_word_embeddings: bool | None
     """None where config.json is silent: then the tensors decide. Whoever sees them replaces it with
     ``dataclasses.replace``; ``to_manifest`` and ``Family.expected`` refuse None."""
 
