@@ -1,0 +1,145 @@
+"""A Hugging Face directory: config.json, safetensors, tokenizer; published weights or an MLX-quantized copy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+
+from turbospark_mlx.convert.floats import STORAGE
+from turbospark_mlx.convert.quantization import QuantizationConfig, affine_format, quantization_block
+from turbospark_mlx.convert.safetensors_file import DTYPES, StoredTensor, open_shards
+from turbospark_mlx.convert.source import (
+    AffineRows,
+    Source,
+    SourceTensor,
+    check_downloaded,
+    parse_json,
+    read_json,
+    settle_tied_head,
+)
+from turbospark_mlx.errors import ConvertError
+from turbospark_mlx.families import family_for_model_type
+from turbospark_mlx.protocols import Dropped, Family, ModelConfig
+
+SIDE_FILES = (
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "special_tokens_map.json",
+)
+
+
+def open_huggingface(directory: Path, model_id: str | None) -> Source:
+    """Open a checkpoint directory. Raises ConvertError naming the file, tensor or config field that is wrong."""
+    with ExitStack() as files:
+        hf_config = read_json(directory / "config.json")
+        if not isinstance(hf_config.get("model_type"), str):
+            raise ConvertError(f"{directory / 'config.json'}: has no model_type. Download the file again.")
+        family = family_for_model_type(hf_config["model_type"])
+        stored, ignored = open_shards(directory, files)
+        names = [name for name in stored if not _is_companion(name, stored)]
+        config = settle_tied_head(family.config_from_hf(hf_config), family, names)
+        block = quantization_block(hf_config)
+        quantization = QuantizationConfig(block, family, config) if block else None
+        return Source(
+            kind="safetensors" if quantization is None else "MLX-quantized safetensors",
+            model_id=model_id or directory.resolve().name,
+            family=family,
+            config=config,
+            tensors={name: _tensor(name, stored, quantization, family, config) for name in names},
+            side_files=_side_files(directory),
+            ignored=ignored,
+            files=files.pop_all(),
+        )
+
+
+def _stem(name: str) -> str:
+    return name.removesuffix(".weight")
+
+
+def _is_companion(name: str, stored: Mapping[str, StoredTensor]) -> bool:
+    stem, _, last = name.rpartition(".")
+    weight = stored.get(f"{stem}.weight")
+    return last in ("scales", "biases") and weight is not None and weight.dtype == "U32"
+
+
+def _tensor(
+    name: str,
+    stored: Mapping[str, StoredTensor],
+    quantization: QuantizationConfig | None,
+    family: Family,
+    config: ModelConfig,
+) -> SourceTensor:
+    tensor = stored[name]
+    where = f"{tensor.file.path}: {name}"
+    if tensor.dtype == "U32" and not isinstance(family.place(name, config), Dropped):
+        return _packed_tensor(name, stored, quantization, family, config, where)
+    form = DTYPES.get(tensor.dtype, tensor.dtype)
+
+    def read(start: int, stop: int) -> np.ndarray:
+        return tensor.read_rows(start, stop, STORAGE[form])
+
+    return SourceTensor(tensor.shape or (1,), form, where, read)
+
+
+def _packed_tensor(
+    name: str,
+    stored: Mapping[str, StoredTensor],
+    quantization: QuantizationConfig | None,
+    family: Family,
+    config: ModelConfig,
+    where: str,
+) -> SourceTensor:
+    words = stored[name]
+    scales, biases = (stored.get(f"{_stem(name)}.{part}") for part in ("scales", "biases"))
+    if quantization is None:
+        raise ConvertError(f"{where}: is packed, but config.json has no quantization block to say how.")
+    settings = quantization.settings(family.place(name, config).name, where)
+    if scales is None or biases is None:
+        missing = "scales" if scales is None else "biases"
+        raise ConvertError(f"{where}: is packed, but has no {missing}; only affine packing can be converted.")
+    if scales.shape != biases.shape or scales.dtype != biases.dtype or scales.dtype not in DTYPES:
+        raise ConvertError(
+            f"{where}: scales are {scales.dtype} {list(scales.shape)}, biases {biases.dtype} {list(biases.shape)};"
+            " they have to be alike, and floats."
+        )
+    if len(words.shape) < 2 or scales.shape[:-1] != words.shape[:-1]:
+        raise ConvertError(f"{where}: words are {list(words.shape)}, scales {list(scales.shape)}; rows differ.")
+    companion = DTYPES[scales.dtype]
+    form = affine_format(
+        settings, words=words.shape[-1], groups=scales.shape[-1], companion_dtype=companion, where=where
+    )
+
+    def read(start: int, stop: int) -> AffineRows:
+        return AffineRows(
+            words.read_rows(start, stop, np.dtype("<u4")),
+            scales.read_rows(start, stop, STORAGE[companion]),
+            biases.read_rows(start, stop, STORAGE[companion]),
+        )
+
+    return SourceTensor((*words.shape[:-1], scales.shape[-1] * form.group_size), form, where, read)
+
+
+def _side_files(directory: Path) -> dict[str, bytes]:
+    if not (directory / "tokenizer.json").exists():
+        if (directory / "tokenizer.model").exists():
+            raise ConvertError(
+                f"{directory / 'tokenizer.json'}: is missing; tokenizer.model alone is not enough. Write one with"
+                f" transformers: AutoTokenizer.from_pretrained({str(directory)!r}).save_pretrained({str(directory)!r})."
+            )
+        raise ConvertError(f"{directory / 'tokenizer.json'}: is missing. Download the model's tokenizer.json there.")
+    return {name: _side_file(directory / name) for name in SIDE_FILES if (directory / name).exists()}
+
+
+def _side_file(path: Path) -> bytes:
+    check_downloaded(path)
+    data = path.read_bytes()
+    if path.suffix == ".json":
+        parse_json(data, str(path))
+    return data

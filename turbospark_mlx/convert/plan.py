@@ -1,0 +1,206 @@
+"""What becomes of each tensor, decided before the first byte is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from turbospark_mlx.convert.floats import STORAGE
+from turbospark_mlx.convert.source import Source, SourceTensor, is_head, tiles
+from turbospark_mlx.errors import ConvertError, OptionError
+from turbospark_mlx.protocols import AffineFormat, Dropped, ModelConfig, Role
+
+KEEP_BITS = 16
+"""The value of ``bits`` that keeps an unquantized checkpoint as it is."""
+_CHOICES = {
+    "bits": (4, 8, KEEP_BITS),
+    "group_size": (32, 64, 128),
+    "companion_dtype": ("bfloat16", "float16"),
+}
+_DEFAULT = AffineFormat(4, 64, "bfloat16")
+# A router decides between experts by small differences, and is small itself.
+_ROUTER_BITS = 8
+_ELDER_GROUP_SIZE, _ELDER_COMPANION_DTYPE = 64, "bfloat16"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked for; None leaves the choice to the checkpoint. Raises OptionError naming the option."""
+
+    bits: int | None = None
+    group_size: int | None = None
+    companion_dtype: str | None = None
+    elder_compatible: bool = False
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value is not None and value not in choices:
+                raise OptionError(f"{name} is {value!r}; choose one of {', '.join(map(str, choices))}.")
+        if self.bits == KEEP_BITS and (self.group_size or self.companion_dtype or self.elder_compatible):
+            raise OptionError(
+                f"bits {KEEP_BITS} keeps the weights unquantized, so that group_size, companion_dtype and"
+                " elder_compatible do not apply. Leave them out, or choose bits 4 or 8."
+            )
+        if self.elder_compatible and (
+            self.group_size not in (None, _ELDER_GROUP_SIZE)
+            or self.companion_dtype not in (None, _ELDER_COMPANION_DTYPE)
+        ):
+            raise OptionError(
+                f"elder_compatible needs group_size {_ELDER_GROUP_SIZE} and companion_dtype {_ELDER_COMPANION_DTYPE};"
+                f" asked for {self.group_size} and {self.companion_dtype}. Leave them out."
+            )
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """One tensor of the install: what it is read from, and the format it gets."""
+
+    name: str
+    role: Role
+    source: SourceTensor
+    target: str | AffineFormat
+
+
+@dataclass
+class Plan:
+    """``tensors`` in writing order; ``dropped`` and ``kept`` map names to the reason that is reported."""
+
+    tensors: list[PlannedTensor] = field(default_factory=list)
+    dropped: dict[str, str] = field(default_factory=dict)
+    kept: dict[str, str] = field(default_factory=dict)
+
+
+def plan(source: Source, options: Options) -> Plan:
+    """Place and check every tensor of a source and choose its format.
+
+    Raises ConvertError for a tensor that is missing, unknown, twice there, of the wrong shape, or of a dtype that
+    cannot be converted, and for a configuration that ``elder_compatible`` cannot express; OptionError for options that
+    do not go with the source.
+    """
+    if options.elder_compatible:
+        _check_elder_config(source.config)
+    made = Plan(dropped=dict(source.dropped))
+    placed: dict[str, PlannedTensor] = {}
+    for name, tensor in source.tensors.items():
+        place = source.family.place(name, source.config)
+        if isinstance(place, Dropped):
+            made.dropped[name] = place.reason
+            continue
+        if place.name in placed:
+            raise ConvertError(f"{tensor.where}: {placed[place.name].source.where} has the same place, {place.name}.")
+        if not isinstance(tensor.format, AffineFormat) and tensor.format not in STORAGE:
+            raise ConvertError(
+                f"{tensor.where}: has dtype {tensor.format}, which cannot be converted. Supported are"
+                f" {', '.join(STORAGE)} and affine packing: take another copy of the checkpoint."
+            )
+        placed[place.name] = PlannedTensor(place.name, place.role, tensor, tensor.format)
+    _check_complete(placed, source)
+    _check_tied_head(placed, source, made.dropped)
+
+    quantized = any(isinstance(tensor.target, AffineFormat) for tensor in placed.values())
+    asked = _asked_format(options, quantized)
+    for name in source.family.expected(source.config):
+        target, reason = _target(placed[name], asked, options.elder_compatible)
+        made.tensors.append(replace(placed[name], target=target))
+        if reason:
+            made.kept[name] = reason
+    return made
+
+
+def _check_complete(placed: Mapping[str, PlannedTensor], source: Source) -> None:
+    expected = source.family.expected(source.config)
+    missing = [name for name in expected if name not in placed]
+    if any(is_head(source.family.place(name, source.config)) for name in missing):
+        raise ConvertError(
+            "config.json: tie_word_embeddings is false, but the checkpoint has no output head. Set it to true if the"
+            " embedding is the head; otherwise complete the download."
+        )
+    if missing:
+        first = source.family.place(missing[0], source.config)
+        raise ConvertError(
+            f"{source.model_id}: lacks {len(missing)} of {len(expected)} tensors, the first of them"
+            f" {getattr(first, 'checkpoint_name', missing[0])}. Complete the download, or check config.json."
+        )
+    for name, tensor in placed.items():
+        if name not in expected:
+            raise ConvertError(f"{tensor.source.where}: has no place in a model of this config.json. Check the file.")
+        if tensor.source.shape != tuple(expected[name]):
+            raise ConvertError(
+                f"{tensor.source.where}: has shape {list(tensor.source.shape)}; config.json asks for"
+                f" {list(expected[name])}. Take both from the same checkpoint."
+            )
+
+
+def _check_tied_head(placed: Mapping[str, PlannedTensor], source: Source, dropped: Mapping[str, str]) -> None:
+    """A head that is stored beside a tied embedding may be left out only if it is the same matrix."""
+    if not source.config.tie_word_embeddings:
+        return
+    untied = replace(source.config, tie_word_embeddings=False)
+    embedding = next(tensor.source for tensor in placed.values() if tensor.role == "embedding")
+    for name in dropped:
+        head = source.tensors.get(name)
+        if head is None or not is_head(source.family.place(name, untied)):
+            continue
+        if head.shape != embedding.shape or not _same_values(head, embedding):
+            raise ConvertError(
+                f"{head.where}: differs from the embedding, but config.json says tie_word_embeddings true. Set it to"
+                " false if the head is its own matrix; otherwise remove the tensor."
+            )
+
+
+def _same_values(first: SourceTensor, second: SourceTensor) -> bool:
+    return all(
+        np.array_equal(first.read_float32(start, stop), second.read_float32(start, stop))
+        for start, stop in tiles(first)
+    )
+
+
+def _asked_format(options: Options, quantized: bool) -> AffineFormat | None:
+    """The format that every matrix gets, or None where the checkpoint is kept as it is."""
+    if options.bits == KEEP_BITS:
+        if quantized:
+            raise OptionError(
+                f"bits {KEEP_BITS} keeps unquantized weights, and this checkpoint is quantized. Leave bits out to keep"
+                " it as it is."
+            )
+        return None
+    if options.bits is None and quantized:
+        if options.group_size or options.companion_dtype:
+            raise OptionError("group_size and companion_dtype need bits where the checkpoint is already quantized.")
+        return None
+    return AffineFormat(
+        options.bits or _DEFAULT.bits,
+        options.group_size or _DEFAULT.group_size,
+        options.companion_dtype or _DEFAULT.companion_dtype,
+    )
+
+
+def _target(
+    tensor: PlannedTensor, asked: AffineFormat | None, elder_compatible: bool
+) -> tuple[str | AffineFormat, str | None]:
+    """The format of a tensor, and the reason where it is not the one that was asked for."""
+    form = tensor.source.format
+    if tensor.role == "vector":
+        return ("bfloat16" if elder_compatible else form), None
+    if asked is None and elder_compatible and isinstance(form, AffineFormat):
+        asked = AffineFormat(4 if form.bits <= 4 else 8, _ELDER_GROUP_SIZE, _ELDER_COMPANION_DTYPE)
+    if asked is None:
+        return ("bfloat16" if elder_compatible else form), None
+    columns = tensor.source.columns
+    if columns % asked.group_size:
+        kept = "bfloat16" if elder_compatible else form
+        return kept, f"its input width {columns} is not a multiple of the group size {asked.group_size}"
+    return replace(asked, bits=_ROUTER_BITS if tensor.role == "router" else asked.bits), None
+
+
+def _check_elder_config(config: ModelConfig) -> None:
+    extension, assumed = config.to_manifest()[1], config.elder_assumption()
+    for key, value in extension.items():
+        if value != assumed.get(key):
+            raise ConvertError(
+                f"config.json: {key} is {value!r}, where the elder engines assume {assumed.get(key)!r} and cannot be"
+                " told otherwise. Convert without --elder-compatible."
+            )
