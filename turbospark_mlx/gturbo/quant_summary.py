@@ -1,0 +1,77 @@
+"""The manifest's ``quant`` block, and whether an install says something that the elder engines would not understand."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+from turbospark_mlx.gturbo import formats
+from turbospark_mlx.gturbo.experts_layout import MATRICES
+from turbospark_mlx.gturbo.formats import TensorSpec, role_of
+from turbospark_mlx.protocols import AffineFormat
+
+_SPELLING = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+ELDER_EXPERT_FORMATS = (
+    AffineFormat(4, 64, "bfloat16"),
+    AffineFormat(2, 64, "bfloat16"),
+    AffineFormat(1, 128, "float16"),
+    AffineFormat(2, 128, "float16"),
+)
+"""The formats of packed experts that the Rust engine runs."""
+
+
+def summary(tensors: Sequence[TensorSpec], experts: Sequence[Sequence[TensorSpec]] = ()) -> dict[str, Any]:
+    """One slot a component: the format that most of the component's weights have. Components that the model lacks
+    repeat ``attention``, as the Rust engine expects of dense models."""
+    counts: dict[str, Counter[str | AffineFormat]] = {}
+    for spec in tensors:
+        counts.setdefault(role_of(spec.name, spec.shape), Counter())[spec.dtype] += prod(spec.shape)
+    for spec in (spec for layer in experts for spec in layer if spec.name in MATRICES):
+        counts.setdefault("routed_expert", Counter())[spec.dtype] += prod(spec.shape)
+    roles = ("embedding", "attention", "router", "shared_expert", "routed_expert")
+    slots = {role: _slot(counts[role].most_common(1)[0][0]) for role in roles if role in counts}
+    fallback = slots.get("attention") or next(iter(slots.values()), _slot("bfloat16"))
+    names = ("embedding", "attention", "router", "sharedExpert", "routedExpert")
+    return {name: slots.get(role, fallback) for name, role in zip(names, roles, strict=True)}
+
+
+def _slot(dtype: str | AffineFormat) -> dict[str, Any]:
+    if isinstance(dtype, AffineFormat):
+        companion = _SPELLING[dtype.companion_dtype]
+        return {
+            "weightBits": dtype.bits,
+            "scheme": "affine",
+            "scaleType": companion,
+            "biasType": companion,
+            "groupSize": dtype.group_size,
+        }
+    bits = 8 * formats.RAW_BYTES[dtype]
+    return {"weightBits": bits, "scheme": "raw", "scaleType": "none", "biasType": "none", "groupSize": 0}
+
+
+def needs_extension(
+    tensors: Sequence[TensorSpec],
+    experts: Sequence[Sequence[TensorSpec]],
+    extension: Mapping[str, Any],
+    elder_assumption: Mapping[str, Any],
+) -> bool:
+    """Whether the Rust engine would run the install wrongly, or fail in it, if it ignored the extension block."""
+    missing = object()
+    return (
+        any(value != elder_assumption.get(key, missing) for key, value in extension.items())
+        or any(not _elder_resident(spec) for spec in tensors)
+        or any(not _elder_expert(spec) for layer in experts for spec in layer)
+    )
+
+
+def _elder_resident(spec: TensorSpec) -> bool:
+    if spec.tag == formats.TAG_WORDS or spec.dtype == "float32":
+        return False
+    return spec.dtype != "float16" or spec.name.startswith("vision.")
+
+
+def _elder_expert(spec: TensorSpec) -> bool:
+    return spec.name in MATRICES and spec.dtype in ELDER_EXPERT_FORMATS
