@@ -184,6 +184,14 @@ class Install:
         offset, size = entry.part(part)
         self._fill(resident_index.FILE, offset, size, buffer)
 
+    def read_range_into(self, entry: TensorEntry, part: str, start: int, buffer: Any) -> None:
+        """Fill ``buffer``, writable, with the bytes of a part from its byte ``start`` on, as ``read_into`` does."""
+        offset, size = entry.part(part)
+        count = memoryview(buffer).nbytes
+        if not 0 <= start <= size - count:
+            raise ValueError(f"{part} of {entry.name} has {size} bytes; {count} from {start} on are not there")
+        self._fill(resident_index.FILE, offset + start, count, buffer)
+
     def read(self, entry: TensorEntry, part: str) -> bytes:
         """The bytes of ``"data"``, ``"scales"`` or ``"biases"`` of a resident tensor."""
         buffer = bytearray(entry.part(part)[1])
