@@ -23,6 +23,8 @@ _DEFAULT = AffineFormat(4, 64, "bfloat16")
 # A router decides between experts by small differences, and is small itself.
 _ROUTER_BITS = 8
 _ELDER_GROUP_SIZE, _ELDER_COMPANION_DTYPE = 64, "bfloat16"
+# What the elder engines' manifests may say of a role; other roles have 4 bits.
+_ELDER_BITS = {"router": (8,), "shared_expert": (4, 8)}
 
 
 @dataclass(frozen=True)
@@ -66,11 +68,12 @@ class PlannedTensor:
 
 @dataclass
 class Plan:
-    """``tensors`` in writing order; ``dropped`` and ``kept`` map names to the reason that is reported."""
+    """``tensors`` in writing order; ``dropped`` maps names to the reason, ``exceptions`` names of tensors whose format
+    is not the one that was asked for."""
 
     tensors: list[PlannedTensor] = field(default_factory=list)
     dropped: dict[str, str] = field(default_factory=dict)
-    kept: dict[str, str] = field(default_factory=dict)
+    exceptions: dict[str, str] = field(default_factory=dict)
 
 
 def plan(source: Source, options: Options) -> Plan:
@@ -106,7 +109,7 @@ def plan(source: Source, options: Options) -> Plan:
         target, reason = _target(placed[name], asked, options.elder_compatible)
         made.tensors.append(replace(placed[name], target=target))
         if reason:
-            made.kept[name] = reason
+            made.exceptions[name] = reason
     return made
 
 
@@ -183,17 +186,21 @@ def _target(
 ) -> tuple[str | AffineFormat, str | None]:
     """The format of a tensor, and the reason where it is not the one that was asked for."""
     form = tensor.source.format
+    kept = "bfloat16" if elder_compatible else form
     if tensor.role == "vector":
-        return ("bfloat16" if elder_compatible else form), None
+        return kept, None
     if asked is None and elder_compatible and isinstance(form, AffineFormat):
         asked = AffineFormat(4 if form.bits <= 4 else 8, _ELDER_GROUP_SIZE, _ELDER_COMPANION_DTYPE)
     if asked is None:
-        return ("bfloat16" if elder_compatible else form), None
+        return kept, None
     columns = tensor.source.columns
     if columns % asked.group_size:
-        kept = "bfloat16" if elder_compatible else form
         return kept, f"its input width {columns} is not a multiple of the group size {asked.group_size}"
-    return replace(asked, bits=_ROUTER_BITS if tensor.role == "router" else asked.bits), None
+    bits = _ROUTER_BITS if tensor.role == "router" else asked.bits
+    allowed = _ELDER_BITS.get(tensor.role, (4,))
+    if elder_compatible and bits not in allowed:
+        return replace(asked, bits=allowed[0]), f"the elder engines do not read {bits} bits there"
+    return replace(asked, bits=bits), None
 
 
 def _check_elder_config(config: ModelConfig) -> None:

@@ -36,8 +36,11 @@ class RoleReport:
 
 @dataclass
 class ConversionReport:
-    """The result of ``convert``. ``dropped`` and ``kept`` are tensors, ``ignored`` files, each with the reason;
-    ``lossy_values`` counts the values that narrowing to bfloat16 changed."""
+    """The result of ``convert``.
+
+    ``dropped`` are tensors that are left out, ``exceptions`` tensors whose format is not the one that was asked for,
+    ``ignored`` files, each with the reason; ``lossy_values`` counts the values that narrowing to bfloat16 changed.
+    """
 
     destination: Path
     model_id: str
@@ -45,7 +48,7 @@ class ConversionReport:
     family: str
     roles: dict[str, RoleReport] = field(default_factory=dict)
     dropped: dict[str, str] = field(default_factory=dict)
-    kept: dict[str, str] = field(default_factory=dict)
+    exceptions: dict[str, str] = field(default_factory=dict)
     ignored: dict[str, str] = field(default_factory=dict)
     quantized: int = 0
     narrowed: int = 0
@@ -80,7 +83,11 @@ class ConversionReport:
             lines.append(f"  {name:<14}{role.tensors:>5} tensors{role.nbytes:>16,} bytes  {formats}{error}")
         if self.lossy_values:
             lines.append(f"{self.lossy_values:,} values changed when they were narrowed to bfloat16")
-        for title, entries in (("kept", self.kept), ("left out", self.dropped), ("ignored", self.ignored)):
+        for title, entries in (
+            ("not as asked", self.exceptions),
+            ("left out", self.dropped),
+            ("ignored", self.ignored),
+        ):
             lines += [f"{title}: {name} ({reason})" for name, reason in _folded(entries)]
         return "\n".join(lines)
 

@@ -1,0 +1,56 @@
+"""An install as a source: rewritten into this package's dialect, or requantized."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+
+from turbospark_mlx.convert.floats import STORAGE
+from turbospark_mlx.convert.huggingface import SIDE_FILES
+from turbospark_mlx.convert.source import AffineRows, Source, SourceTensor
+from turbospark_mlx.errors import ConvertError
+from turbospark_mlx.families import family_for_manifest
+from turbospark_mlx.gturbo import Install, TensorEntry
+
+
+def open_install(directory: Path, model_id: str | None) -> Source:
+    """Open an install of either dialect. Raises InstallError where it is damaged, ConvertError without a tokenizer."""
+    with ExitStack() as files:
+        install = files.enter_context(Install.open(directory))
+        family = family_for_manifest(install.manifest.family)
+        side_files = {name: install.read_side_file(name, None) for name in SIDE_FILES}
+        if side_files["tokenizer.json"] is None:
+            raise ConvertError(f"{directory / 'tokenizer.json'}: is missing. Copy the model's tokenizer.json there.")
+        return Source(
+            kind=f"install ({install.dialect} dialect)",
+            model_id=model_id or install.manifest.model_id,
+            family=family,
+            config=family.config_from_manifest(install.arch, install.extension),
+            tensors={name: _tensor(install, entry) for name, entry in install.tensors.items()},
+            side_files={name: data for name, data in side_files.items() if data is not None},
+            files=files.pop_all(),
+        )
+
+
+def _tensor(install: Install, entry: TensorEntry) -> SourceTensor:
+    rows = int(np.prod(entry.shape[:-1])) if len(entry.shape) > 1 else entry.shape[0]
+
+    def read_part(part: str, dtype: np.dtype, start: int, stop: int) -> np.ndarray:
+        row_bytes = entry.part(part)[1] // rows
+        data = np.empty((stop - start, row_bytes), np.uint8)
+        install.read_range_into(entry, part, start * row_bytes, data)
+        return data.view(dtype)
+
+    def read(start: int, stop: int) -> np.ndarray | AffineRows:
+        if entry.format is None:
+            return read_part("data", STORAGE[entry.dtype], start, stop)
+        companion = STORAGE[entry.format.companion_dtype]
+        return AffineRows(
+            read_part("data", np.dtype("<u4"), start, stop),
+            read_part("scales", companion, start, stop),
+            read_part("biases", companion, start, stop),
+        )
+
+    return SourceTensor(entry.shape, entry.format or entry.dtype, f"{install.path}: {entry.name}", read)

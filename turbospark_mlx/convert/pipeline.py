@@ -1,0 +1,164 @@
+"""From a source to an install, a tile of a tensor at a time, so that memory does not grow with the model."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from turbospark_mlx.convert.affine import quantize_affine
+from turbospark_mlx.convert.floats import all_finite, from_float32, to_float32
+from turbospark_mlx.convert.gguf_source import open_gguf
+from turbospark_mlx.convert.huggingface import open_huggingface
+from turbospark_mlx.convert.install_source import open_install
+from turbospark_mlx.convert.plan import Options, Plan, PlannedTensor, plan
+from turbospark_mlx.convert.report import ConversionReport, RoleReport
+from turbospark_mlx.convert.source import AffineRows, Source, check_downloaded, tiles, values
+from turbospark_mlx.convert.staging import Staging, check_destination, check_free_space
+from turbospark_mlx.errors import ConvertError, OptionError
+from turbospark_mlx.gturbo import InstallWriter, TensorSpec
+from turbospark_mlx.protocols import AffineFormat
+
+_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+# For the manifest, the layout file and the index, whose size follows from the number of tensors.
+_RESERVE_BYTES = 1 << 25
+
+
+def run(
+    source: str | Path, destination: str | Path, options: Options, *, overwrite: bool, progress: bool
+) -> ConversionReport:
+    """Convert one checkpoint; see ``turbospark_mlx.convert.convert``."""
+    start = time.monotonic()
+    destination = Path(destination)
+    check_destination(destination, overwrite=overwrite)
+    path, model_id = _locate(source, progress)
+    if destination.exists() and path.samefile(destination):
+        raise OptionError(f"{destination}: is the source itself. Choose another destination.")
+    with _open(path, model_id) as opened:
+        made = plan(opened, options)
+        with Staging(destination, overwrite=overwrite) as staging:
+            report = ConversionReport(
+                destination=staging.destination,
+                model_id=opened.model_id,
+                source_kind=opened.kind,
+                family=opened.family.name,
+                dropped=made.dropped,
+                exceptions=made.exceptions,
+                ignored=opened.ignored,
+                cleared=staging.cleared,
+            )
+            writer = _write(opened, made, staging.directory, report, progress)
+            staging.commit()
+            writer.write_receipt(staging.destination)
+    report.seconds = time.monotonic() - start
+    return report
+
+
+def _locate(source: str | Path, progress: bool) -> tuple[Path, str | None]:
+    """The local path of a source, and the name of the repository that it was fetched from."""
+    path = Path(source)
+    if path.exists():
+        return path, None
+    if not _REPOSITORY.fullmatch(str(source)):
+        raise ConvertError(f"{source}: does not exist. Give a directory, a .gguf file, or a hub repository owner/name.")
+    from turbospark_mlx.convert.download import fetch_repository
+
+    return fetch_repository(str(source), progress=progress), str(source)
+
+
+def _open(path: Path, model_id: str | None) -> Source:
+    if path.is_dir():
+        is_install = (path / "manifest.json").exists() or path.suffix == ".gturbo"
+        return open_install(path, model_id) if is_install else open_huggingface(path, model_id)
+    check_downloaded(path)
+    with path.open("rb") as file:
+        is_gguf = file.read(4) == b"GGUF" or path.suffix == ".gguf"
+    if is_gguf:
+        return open_gguf(path, model_id)
+    raise ConvertError(
+        f"{path}: is neither a directory nor a GGUF file. Give the directory that holds config.json and the weights."
+    )
+
+
+def _write(source: Source, made: Plan, directory: Path, report: ConversionReport, progress: bool) -> InstallWriter:
+    specs = [TensorSpec(tensor.name, tensor.source.shape, tensor.target) for tensor in made.tensors]
+    weight_bytes = sum(sum(spec.parts.values()) for spec in specs)
+    side_bytes = sum(map(len, source.side_files.values()))
+    check_free_space(directory, {"weights": weight_bytes, "other files": side_bytes, "reserve": _RESERVE_BYTES})
+    writer = InstallWriter(directory, specs)
+    with _bar("convert", weight_bytes, progress) as bar:
+        for tensor, spec in zip(made.tensors, specs, strict=True):
+            role = report.roles.setdefault(tensor.role, RoleReport())
+            role.add(tensor.source.shape, tensor.target, sum(spec.parts.values()))
+            if tensor.target != tensor.source.format:
+                report.quantized += isinstance(tensor.target, AffineFormat)
+                report.narrowed += not isinstance(tensor.target, AffineFormat)
+            for start, stop in tiles(tensor.source):
+                for part, rows in _parts(_convert(tensor, start, stop, role, report)).items():
+                    writer.write(tensor.name, part, rows, offset=start * (spec.parts[part] // tensor.source.rows))
+                    bar.update(rows.nbytes)
+    for name, data in source.side_files.items():
+        writer.add_side_file(name, data)
+    arch, extension = source.config.to_manifest()
+    with _bar("hash", weight_bytes + side_bytes, progress) as bar:
+        writer.finish(
+            arch=arch,
+            extension=extension,
+            elder_assumption=source.config.elder_assumption(),
+            model_id=source.model_id,
+            progress=lambda done, _: bar.update(done - bar.n),
+        )
+    return writer
+
+
+def _bar(description: str, total: int, progress: bool) -> tqdm:
+    return tqdm(total=total, unit="B", unit_scale=True, desc=description, disable=None if progress else True)
+
+
+def _parts(stored: np.ndarray | AffineRows) -> dict[str, np.ndarray]:
+    if isinstance(stored, AffineRows):
+        return {"data": stored.words, "scales": stored.scales, "biases": stored.biases}
+    return {"data": stored}
+
+
+def _convert(
+    tensor: PlannedTensor, start: int, stop: int, role: RoleReport, report: ConversionReport
+) -> np.ndarray | AffineRows:
+    """Rows of a tensor in the format they get: the stored rows themselves where that is the one they have."""
+    source, target = tensor.source, tensor.target
+    stored = source.read(start, stop)
+    if not _finite(stored, source.format):
+        raise ConvertError(f"{source.where}: holds NaN or infinite values. Download the file again.")
+    if target == source.format:
+        return stored
+    weights = values(stored, source.format)
+    if isinstance(target, AffineFormat):
+        try:
+            rows = AffineRows(
+                *quantize_affine(
+                    weights,
+                    bits=target.bits,
+                    group_size=target.group_size,
+                    companion_dtype=target.companion_dtype,
+                )
+            )
+        except OverflowError as error:
+            raise ConvertError(f"{source.where}: {error}. Choose another companion dtype.") from None
+        difference = values(rows, target) - weights
+        role.squared_error += float(np.vdot(difference, difference))
+        role.squared_weights += float(np.vdot(weights, weights))
+        return rows
+    narrowed = from_float32(weights, target)
+    if not all_finite(narrowed, target):
+        raise ConvertError(f"{source.where}: holds values that exceed the range of {target}.")
+    report.lossy_values += int(np.count_nonzero(to_float32(narrowed, target) != weights))
+    return narrowed
+
+
+def _finite(stored: np.ndarray | AffineRows, form: str | AffineFormat) -> bool:
+    if isinstance(form, AffineFormat):
+        return all_finite(stored.scales, form.companion_dtype) and all_finite(stored.biases, form.companion_dtype)
+    return all_finite(stored, form)
