@@ -145,16 +145,15 @@ class Sampler:
         options = self.options
         if not options.draws:
             return np.array([np.argmax(processed)]), np.ones(1)
-        logprobs = log_softmax(processed)
-        kept = np.flatnonzero(logprobs > -np.inf)
-        if options.top_p < 1:
-            kept = np.sort(_nucleus(logprobs, options.top_p))
-        if options.min_p > 0:
-            kept = kept[logprobs[kept] >= logprobs.max() + math.log(options.min_p)]
+        below = processed - processed.max()
+        # Each filter keeps a prefix of one ranking, so the cheap ones may come first; top-p still counts all mass.
+        kept = np.flatnonzero(below >= math.log(options.min_p) if options.min_p > 0 else below > -np.inf)
         if 0 < options.top_k < kept.size:
-            kept = np.sort(kept[_top(logprobs[kept], options.top_k)])
+            kept = kept[np.sort(_top(below[kept], options.top_k))]
+        if options.top_p < 1:
+            kept = kept[np.sort(_nucleus(below[kept], options.top_p * np.exp(below).sum()))]
         with np.errstate(over="ignore"):  # a tiny temperature sends everything but the maximum to -inf
-            weights = np.exp((logprobs[kept] - logprobs[kept].max()) / options.temperature)
+            weights = np.exp(below[kept] / options.temperature)
         return kept, weights / weights.sum()
 
     def choose(self, processed: np.ndarray, position: int) -> int:
@@ -209,14 +208,15 @@ def _top(values, count):
     return positions[np.argsort(-values[positions], kind="stable")]
 
 
-def _nucleus(logprobs, top_p):
-    """Ids of the smallest set of most probable tokens that holds at least ``top_p`` of the mass (Holtzman et al. 2019,
-    arXiv:1904.09751): the token that crosses the threshold is kept."""
+def _nucleus(logits, enough):
+    """Positions of the fewest largest logits whose exponentials sum to ``enough``, or all.
+
+    This is top-p of Holtzman et al. 2019 (arXiv:1904.09751): the one that crosses the threshold is kept.
+    """
     size = FIRST_RANKED
     while True:
-        ranked = _top(logprobs, size)
-        mass = np.cumsum(np.exp(logprobs[ranked]))
-        if mass[-1] >= top_p or ranked.size == logprobs.size:
-            kept = ranked[: np.searchsorted(mass, top_p, side="left") + 1]
-            return kept[logprobs[kept] > -np.inf]
+        ranked = _top(logits, size)
+        mass = np.cumsum(np.exp(logits[ranked]))
+        if mass[-1] >= enough or ranked.size == logits.size:
+            return ranked[: np.searchsorted(mass, enough, side="left") + 1]
         size *= 8
