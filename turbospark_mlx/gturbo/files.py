@@ -31,9 +31,19 @@ _FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_C
 _LFS_POINTER = b"version https://git-lfs"
 
 
+MAX_DETAIL = 400
+
+
+def printable(text: str) -> str:
+    """``text`` for a terminal: control characters, and file names that are not UTF-8, come out escaped."""
+    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
+
+
 def damaged(label: str, detail: str, step: str = NEXT_STEP) -> InstallError:
-    """The error for a fault in the file ``label``: what is wrong, then the next step."""
-    return InstallError(f"{label}: {detail}. {step}")
+    """The error for a fault in the file ``label``: what is wrong, then the next step. Names in it come from the
+    install, so they are cut to a bearable length."""
+    shown = detail if len(detail) <= MAX_DETAIL else f"{detail[: MAX_DETAIL // 2]} ... {detail[-MAX_DETAIL // 2 :]}"
+    return InstallError(f"{printable(label)}: {printable(shown)}. {step}")
 
 
 @dataclass(frozen=True)
@@ -156,7 +166,7 @@ class Directory:
 
     def label(self, name: str) -> str:
         """How messages call the file ``name`` of this install."""
-        return f"{self.path}/{name}".encode("utf-8", "backslashreplace").decode()
+        return f"{self.path}/{name}"
 
     def open(self, name: str) -> OpenFile:
         """Open a regular file. Raises InstallError for anything else, with FileNotFoundError as its cause when the

@@ -76,6 +76,13 @@ def check_affine(affine: AffineFormat) -> None:
         raise ValueError(f"companions of dtype {affine.companion_dtype!r}; possible are {', '.join(RAW_BYTES)}")
 
 
+def spell(dtype: str, affine: AffineFormat | None) -> str:
+    """A storage format in words."""
+    if affine is None:
+        return dtype
+    return f"{affine.bits} bits, groups of {affine.group_size}, {affine.companion_dtype} scales"
+
+
 def affine_sizes(shape: tuple[int, ...], affine: AffineFormat) -> tuple[int, int]:
     """Bytes of the packed words and of each companion for a matrix ``[rows, columns]``. Raises ValueError."""
     if len(shape) != 2:

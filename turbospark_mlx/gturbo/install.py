@@ -159,7 +159,7 @@ class Install:
     def obstacles(self) -> tuple[str, ...]:
         """Why no engine of this package can run this install, in sentences; empty when nothing stands in the way."""
         found = []
-        blocks = {entry.dtype: entry.name for entry in reversed(self.tensors.values())}
+        blocks = {entry.dtype: repr(entry.name) for entry in reversed(self.tensors.values())}
         blocks |= {
             tensor.dtype: f"{layer.file}: {role}"
             for layer in reversed(self.experts.layers)

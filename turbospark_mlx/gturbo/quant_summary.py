@@ -14,7 +14,7 @@ from turbospark_mlx.protocols import AffineFormat
 
 _SPELLING = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
-ELDER_EXPERT_FORMATS = (
+_ELDER_EXPERT_FORMATS = (
     AffineFormat(4, 64, "bfloat16"),
     AffineFormat(2, 64, "bfloat16"),
     AffineFormat(1, 128, "float16"),
@@ -62,16 +62,19 @@ def needs_extension(
     missing = object()
     return (
         any(value != elder_assumption.get(key, missing) for key, value in extension.items())
-        or any(not _elder_resident(spec) for spec in tensors)
-        or any(not _elder_expert(spec) for layer in experts for spec in layer)
+        or any(not elder_runs_resident(spec.name, spec.tag, spec.dtype) for spec in tensors)
+        or any(not elder_runs_expert(spec.name, spec.dtype) for layer in experts for spec in layer)
     )
 
 
-def _elder_resident(spec: TensorSpec) -> bool:
-    if spec.tag == formats.TAG_WORDS or spec.dtype == "float32":
+def elder_runs_resident(name: str, tag: int, dtype: str | AffineFormat) -> bool:
+    """Whether the Rust engine has a reader for a resident tensor that is not in ggml blocks. ``dtype`` matters for
+    raw tensors only."""
+    if tag == formats.TAG_WORDS or dtype == "float32":
         return False
-    return spec.dtype != "float16" or spec.name.startswith("vision.")
+    return dtype != "float16" or name.startswith("vision.")
 
 
-def _elder_expert(spec: TensorSpec) -> bool:
-    return spec.name in MATRICES and spec.dtype in ELDER_EXPERT_FORMATS
+def elder_runs_expert(role: str, dtype: str | AffineFormat | None) -> bool:
+    """Whether the Rust engine has a reader for a routed expert's matrix that is not in ggml blocks."""
+    return role in MATRICES and dtype in _ELDER_EXPERT_FORMATS

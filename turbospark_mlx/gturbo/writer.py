@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import bisect
 import os
-import shutil
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -49,9 +48,6 @@ class InstallWriter:
         self._layout_bytes, self._layout = experts_layout.build(experts, num_experts)
         self._specs = tuple(tensors)
         self._experts = tuple(tuple(specs) for specs in experts)
-        needed, free = size + self._layout.nbytes, shutil.disk_usage(self._path).free
-        if needed > free:
-            raise InstallError(f"{self._path}: {needed} bytes are needed there, and {free} are free. Make room.")
         os.mkdir(os.path.join(self._path, experts_layout.DIRECTORY))
         self._files: dict[str, _FixedFile] = {}
         self._create(resident_index.FILE, size)

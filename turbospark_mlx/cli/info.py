@@ -1,0 +1,243 @@
+"""``turbospark-mlx info``: what an install is, without running it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from turbospark_mlx.cli.verify import add_install_argument, install_path
+from turbospark_mlx.errors import InstallError, OptionError
+
+if TYPE_CHECKING:
+    from turbospark_mlx.gturbo import Install
+    from turbospark_mlx.protocols import ModelConfig
+
+HELP = "describe an install: architecture, sizes, quantization, who can read it, memory"
+
+EPILOG = """\
+Checks the structure of the install and hashes nothing. Memory is that of the weights as they are stored and of one
+sequence's caches; with routed experts, all of them stay in memory unless --expert-slots says how many a layer may.
+
+examples:
+  turbospark-mlx info smollm2-135m
+  turbospark-mlx info ./gemma-4-26b.gturbo --max-context 32768 --expert-slots 16
+  turbospark-mlx info ./qwen3-0.6b.gturbo --json
+"""
+
+DEFAULT_CONTEXT = 4096
+
+_MASK_KINDS = ("sliding window", "full", "linear", "compressed sparse", "heavily compressed", "latent")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_install_argument(parser)
+    parser.add_argument("--max-context", type=int, metavar="N", help="context length to estimate memory for (4096)")
+    parser.add_argument("--expert-slots", type=int, metavar="N", help="experts a layer that stay in memory (all)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def run(args: argparse.Namespace) -> int:
+    from turbospark_mlx.gturbo import Install
+
+    with Install.open(install_path(args.install), verify="off", allow_unrunnable=True) as install:
+        document = describe(install, max_context=args.max_context, expert_slots=args.expert_slots)
+    print(json.dumps(document, indent=2) if args.json else "\n".join(_text(document)))
+    return 0
+
+
+def describe(install: Install, *, max_context: int | None, expert_slots: int | None) -> dict[str, Any]:
+    """Everything the command prints, as one JSON object. Sizes are in bytes. Raises OptionError."""
+    config, refusal = _config(install)
+    return {
+        "path": install.path,
+        "modelID": install.manifest.model_id,
+        "family": install.manifest.family,
+        "dialect": install.dialect,
+        "architecture": _architecture(install),
+        "extension": install.extension,
+        "bytes": sum(record.size for record in install.manifest.files.values()),
+        "roles": _roles(install),
+        "experts": _experts(install),
+        "engines": _engines(install, refusal),
+        "memory": _memory(install, config, max_context, expert_slots),
+        "receipt": install.has_receipt,
+    }
+
+
+def _config(install: Install) -> tuple[ModelConfig | None, str | None]:
+    """The family's configuration, or why no family gives one."""
+    from turbospark_mlx.families import family_for_manifest
+
+    try:
+        family = family_for_manifest(install.manifest.family)
+        return family.config_from_manifest(install.arch, install.extension), None
+    except InstallError as error:
+        return None, str(error)
+
+
+def _architecture(install: Install) -> dict[str, Any]:
+    arch = install.arch
+    mask = arch["fullAttentionLayerMask"]
+    return {
+        "layers": arch["numLayers"],
+        "attention": {kind: mask.count(value) for value, kind in enumerate(_MASK_KINDS) if value in mask},
+        "slidingWindow": arch["slidingWindow"],
+        "hiddenSize": arch["hiddenSize"],
+        "intermediateSize": arch["ffnIntermediate"],
+        "heads": arch["numHeads"],
+        "keyValueHeads": arch["numKVHeads"],
+        "headDim": arch["headDim"],
+        "vocabSize": arch["vocabSize"],
+        "tiedEmbeddings": arch["tieWordEmbeddings"],
+        "trainedContext": arch.get("trainedContext"),
+    }
+
+
+def _roles(install: Install) -> list[dict[str, Any]]:
+    """One row a role and storage format: tensors, weights, bytes."""
+    from turbospark_mlx.gturbo.formats import role_of, spell
+
+    rows: dict[tuple[str, str], list[int]] = {}
+
+    def add(role: str, stored: str, *counts: int) -> None:
+        row = rows.setdefault((role, stored), [0, 0, 0])
+        row[:] = [before + more for before, more in zip(row, counts, strict=True)]
+
+    for entry in install.tensors.values():
+        add(role_of(entry.name, entry.shape), spell(entry.dtype, entry.format), 1, prod(entry.shape), entry.nbytes)
+    for layer in install.experts.layers:
+        experts = len(layer.offsets)
+        for role, tensor in layer.tensors.items():
+            matrix = layer.tensors.get(role.removesuffix("_scales").removesuffix("_biases"), tensor)
+            if matrix.format and matrix is not tensor:
+                add("routed_expert", spell(matrix.dtype, matrix.format), 0, 0, tensor.size * experts)
+            else:
+                weights = prod(tensor.shape) * experts
+                add("routed_expert", spell(tensor.dtype, tensor.format), experts, weights, tensor.size * experts)
+    return [
+        {"role": role, "format": stored, "tensors": row[0], "weights": row[1], "bytes": row[2]}
+        for (role, stored), row in rows.items()
+    ]
+
+
+def _experts(install: Install) -> dict[str, Any] | None:
+    layout = install.experts
+    if not layout:
+        return None
+    return {
+        "layers": len(layout.layers),
+        "expertsPerLayer": layout.experts_per_layer,
+        "topK": install.arch["topKExperts"],
+        "expertBytes": max(layer.size for layer in layout.layers),
+        "stride": layout.stride,
+        "bytes": layout.nbytes,
+    }
+
+
+def _engines(install: Install, refusal: str | None) -> dict[str, list[str]]:
+    """For each engine the reasons why it does not run the install; empty where it does."""
+    from turbospark_mlx.gturbo.elder_engines import refusals
+
+    own = [*install.obstacles, *([refusal] if refusal else [])]
+    return {"turbospark-mlx": own, **refusals(install)}
+
+
+def _memory(
+    install: Install, config: ModelConfig | None, max_context: int | None, expert_slots: int | None
+) -> dict[str, Any]:
+    trained = install.arch.get("trainedContext")
+    context = max_context if max_context is not None else min(DEFAULT_CONTEXT, trained or DEFAULT_CONTEXT)
+    if context < 1:
+        raise OptionError(f"--max-context {context}: must be at least 1.")
+    layout = install.experts
+    if expert_slots is not None:
+        _check_slots(install, expert_slots)
+    slots = layout.experts_per_layer if expert_slots is None else expert_slots
+    weights = sum(entry.nbytes for entry in install.tensors.values())
+    experts = sum(min(slots, len(layer.offsets)) * layer.stride for layer in layout.layers)
+    memory: dict[str, Any] = {"maxContext": context, "weights": weights, "expertSlots": slots, "experts": experts}
+    if config is None:
+        return {**memory, "cache": None, "total": None}
+    cache = {"half": config.kv_bytes(context, 2), "float32": config.kv_bytes(context, 4)}
+    return {**memory, "cache": cache, "total": {width: weights + experts + size for width, size in cache.items()}}
+
+
+def _check_slots(install: Install, slots: int) -> None:
+    layout, top_k = install.experts, install.arch["topKExperts"]
+    if not layout:
+        raise OptionError(f"--expert-slots {slots}: this install has no routed experts. Leave the option out.")
+    if not top_k <= slots <= layout.experts_per_layer:
+        raise OptionError(
+            f"--expert-slots {slots}: a token needs {top_k} experts a layer and a layer has"
+            f" {layout.experts_per_layer}; choose a number between them."
+        )
+
+
+def _text(document: dict[str, Any]) -> list[str]:
+    from turbospark_mlx.gturbo.files import printable
+
+    arch, experts, memory = document["architecture"], document["experts"], document["memory"]
+    attention = ", ".join(f"{count} {kind}" for kind, count in arch["attention"].items())
+    window = f", window {arch['slidingWindow']}" if arch["slidingWindow"] else ""
+    lines = [
+        f"{document['path']}",
+        f"  model          {printable(document['modelID'])}",
+        f"  family         {printable(document['family'])} ({document['dialect']} dialect)",
+        f"  layers         {arch['layers']} ({attention}{window})",
+        f"  attention      {arch['heads']} heads over {arch['keyValueHeads']}, head size {arch['headDim']}",
+        f"  sizes          hidden {arch['hiddenSize']}, feed-forward {arch['intermediateSize']},"
+        f" vocabulary {arch['vocabSize']}" + (", tied" if arch["tiedEmbeddings"] else ""),
+        f"  context        {arch['trainedContext'] or 'not stated'}",
+        f"  on disk        {_size(document['bytes'])}",
+        "",
+        *_table(
+            ("role", "format", "tensors", "weights", "size"),
+            [
+                (row["role"], row["format"], f"{row['tensors']:,}", f"{row['weights']:,}", _size(row["bytes"]))
+                for row in document["roles"]
+            ],
+        ),
+        "",
+    ]
+    if experts:
+        lines += [
+            f"  experts        {experts['layers']} layers of {experts['expertsPerLayer']}, {experts['topK']} a token;"
+            f" {_size(experts['expertBytes'])} each, stride {experts['stride']:,}",
+            "",
+        ]
+    for engine, reasons in document["engines"].items():
+        lines.append(f"  {engine:24} {'cannot run it:' if reasons else 'can run it'}")
+        lines += [f"    - {printable(reason)}" for reason in reasons]
+    slots = f" + {memory['expertSlots']} experts a layer {_size(memory['experts'])}" if experts else ""
+    lines += ["", f"  memory at {memory['maxContext']:,} tokens: weights {_size(memory['weights'])}{slots}"]
+    if memory["total"] is None:
+        lines.append("    + caches (unknown: no family of this version runs it)")
+    else:
+        lines += [
+            f"    + cache {_size(memory['cache'][width])} ({label}) = {_size(memory['total'][width])}"
+            for width, label in (("half", "half precision"), ("float32", "float32, on a CPU"))
+        ]
+    lines.append(f"  receipt        {'valid' if document['receipt'] else 'none: the next open hashes the files'}")
+    return lines
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = []
+    for row in (header, *rows):
+        left = [cell.ljust(width) for cell, width in zip(row[:2], widths[:2], strict=True)]
+        right = [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
+        lines.append("  " + "  ".join([*left, *right]))
+    return lines
+
+
+def _size(nbytes: int) -> str:
+    value = float(nbytes)
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if value < 1000 or unit == "GB":
+            break
+        value /= 1000
+    return f"{nbytes} bytes" if unit == "bytes" else f"{value:.1f} {unit}"
