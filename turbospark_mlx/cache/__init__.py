@@ -1,1 +1,44 @@
-"""Per-layer state that can be marked and rolled back."""
+"""Per-layer state that can be marked and rolled back.
+
+The functions here act on the states of all layers together: all go back, or none does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from turbospark_mlx.cache.kv import LinearKV, RingKV
+from turbospark_mlx.cache.masks import causal_mask
+from turbospark_mlx.protocols import LayerCache
+
+__all__ = ["LinearKV", "RingKV", "causal_mask", "mark_all", "reusable_prefix", "rollback_all", "trim_all"]
+
+
+def mark_all(layers: Sequence[LayerCache]) -> list[Any]:
+    """A mark of every layer, for ``rollback_all``."""
+    return [layer.mark() for layer in layers]
+
+
+def rollback_all(layers: Sequence[LayerCache], marks: Sequence[Any]) -> None:
+    """Go back to ``marks``. Raises ContextError, and changes nothing, where one of them is no longer valid."""
+    for layer, mark in zip(layers, marks, strict=True):
+        layer.check(mark)
+    for layer, mark in zip(layers, marks, strict=True):
+        layer.rollback(mark)
+
+
+def reusable_prefix(layers: Sequence[LayerCache], prefix_len: int) -> int:
+    """The longest prefix, at most ``prefix_len``, that every layer can go back to by itself."""
+    while prefix_len > 0:
+        shorter = min(layer.reusable(prefix_len) for layer in layers)
+        if shorter == prefix_len:
+            break
+        prefix_len = shorter
+    return prefix_len
+
+
+def trim_all(layers: Sequence[LayerCache], length: int) -> None:
+    """Go back to the first ``length`` tokens, which ``reusable_prefix`` has found possible."""
+    for layer in layers:
+        layer.trim(layer.offset - length)
