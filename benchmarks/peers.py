@@ -1,0 +1,73 @@
+"""The peers that benchmarks measure beside us, on the same weights."""
+
+from __future__ import annotations
+
+import json
+import time
+from importlib import import_module
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from turbospark_mlx.gturbo import Install
+
+MODULES = {"mistral": "llama"}
+
+
+def mlx_lm_model(path: Path, dtype: mx.Dtype | None = None) -> nn.Module:
+    """mlx-lm's own model with the weights of an install.
+
+    ``dtype`` is what the floating point parameters are cast to, companions included, as mlx-lm's users would; None
+    keeps the stored ones, which is what ``mlx_lm.load`` does.
+    """
+    with Install.open(path) as install:
+        config = json.loads(install.read_side_file("config.json"))
+        module = import_module(f"mlx_lm.models.{MODULES.get(config['model_type'], config['model_type'])}")
+        model = module.Model(module.ModelArgs.from_dict(config))
+        prefix = "language_model."
+        formats = {
+            name.removeprefix(prefix).removesuffix(".weight"): entry.format
+            for name, entry in install.tensors.items()
+            if entry.format
+        }
+        nn.quantize(
+            model,
+            class_predicate=lambda name, _: (
+                {"bits": formats[name].bits, "group_size": formats[name].group_size} if name in formats else False
+            ),
+        )
+        weights = []
+        for name, entry in install.tensors.items():
+            name = name.removeprefix(prefix)
+            if entry.format is None:
+                weights.append((name, _raw(install.read(entry, "data"), entry.dtype, entry.shape)))
+                continue
+            rows, columns = entry.shape
+            packed = mx.array(memoryview(install.read(entry, "data")).cast("I")).reshape(rows, -1)
+            companions = entry.format.companion_dtype, (rows, columns // entry.format.group_size)
+            weights.append((name, packed))
+            for part in ("scales", "biases"):
+                weights.append((name.removesuffix("weight") + part, _raw(install.read(entry, part), *companions)))
+    model.load_weights(weights)
+    if dtype is not None:
+        model.set_dtype(dtype)
+    mx.eval(model.parameters())
+    return model
+
+
+def _raw(data: bytes, dtype: str, shape) -> mx.array:
+    return mx.array(memoryview(data).cast("B")).view(getattr(mx, dtype)).reshape(shape)
+
+
+def mlx_lm_speeds(model: nn.Module, prompt: list[int], new_tokens: int) -> tuple[float, float]:
+    """(prefill, decode) in tokens a second, as mlx-lm's own generate loop runs them."""
+    from mlx_lm.generate import generate_step
+
+    steps = generate_step(mx.array(prompt), model, max_tokens=new_tokens + 1)
+    start = time.perf_counter()
+    next(steps)
+    prefilled = time.perf_counter()
+    for _ in steps:
+        pass
+    return len(prompt) / (prefilled - start), new_tokens / (time.perf_counter() - prefilled)
