@@ -4,10 +4,15 @@ Weights are float32 arrays under published names. bfloat16 is stored as uint16 e
 """
 
 import json
+import os
 import struct
 from pathlib import Path
 
 import numpy as np
+import pytest
+
+from turbospark_mlx.convert import convert
+from turbospark_mlx.errors import ConvertError
 
 CONFIG = {
     "model_type": "llama",
@@ -163,3 +168,16 @@ def read_formats(directory: Path) -> dict[str, tuple[int, int, str]]:
     manifest = json.loads((directory / "manifest.json").read_text())
     tensors = manifest.get("turbosparkMlx", {}).get("tensors", {})
     return {name: (t["bits"], t["groupSize"], t["companionDtype"]) for name, t in tensors.items()}
+
+
+def run(source, dest, **options):
+    return convert(source, dest, progress=False, **options)
+
+
+def refused(source, tmp_path, *words, **options):
+    """The conversion is refused with an error that has these words, and leaves nothing behind."""
+    with pytest.raises(ConvertError) as caught:
+        run(source, tmp_path / "out.gturbo", **options)
+    for word in words:
+        assert word in str(caught.value)
+    assert not [name for name in os.listdir(tmp_path) if name.startswith("out.gturbo")]
