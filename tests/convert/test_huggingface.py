@@ -116,6 +116,12 @@ def test_side_files(tmp_path):
     assert written == expected
 
 
+def test_a_copy_of_the_embedding_in_a_dtype_that_cannot_be_read_is_refused(tmp_path):
+    config = {**CONFIG, "tie_word_embeddings": True}
+    tensors = plain(weights(config)) | {"lm_head.weight": ("F64", np.zeros((96, 128)))}
+    refused(write_checkpoint(tmp_path / "source", config, tensors), tmp_path, "lm_head.weight", "F64")
+
+
 def test_buffers_are_left_out_and_reported(tmp_path):
     tensors = plain(weights(CONFIG))
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = ("F32", np.ones(16, np.float32))

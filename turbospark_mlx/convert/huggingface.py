@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -45,14 +46,16 @@ def open_huggingface(directory: Path, model_id: str | None) -> Source:
         stored, ignored = open_shards(directory, files)
         names = [name for name in stored if not _is_companion(name, stored)]
         config = settle_tied_head(family.config_from_hf(hf_config), family, names)
+        # A packed head beside a tied embedding is read like any other matrix, to see whether it is the same one.
+        untied = replace(config, tie_word_embeddings=False)
         block = quantization_block(hf_config)
-        quantization = QuantizationConfig(block, family, config) if block else None
+        quantization = QuantizationConfig(block, family, untied) if block else None
         return Source(
             kind="safetensors" if quantization is None else "MLX-quantized safetensors",
             model_id=model_id or directory.resolve().name,
             family=family,
             config=config,
-            tensors={name: _tensor(name, stored, quantization, family, config) for name in names},
+            tensors={name: _tensor(name, stored, quantization, family, untied) for name in names},
             side_files=_side_files(directory),
             ignored=ignored,
             files=files.pop_all(),

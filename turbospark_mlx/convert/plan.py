@@ -94,11 +94,7 @@ def plan(source: Source, options: Options) -> Plan:
             continue
         if place.name in placed:
             raise ConvertError(f"{tensor.where}: {placed[place.name].source.where} has the same place, {place.name}.")
-        if not isinstance(tensor.format, AffineFormat) and tensor.format not in STORAGE:
-            raise ConvertError(
-                f"{tensor.where}: has dtype {tensor.format}, which cannot be converted. Supported are"
-                f" {', '.join(STORAGE)} and affine packing: take another copy of the checkpoint."
-            )
+        _check_format(tensor)
         placed[place.name] = PlannedTensor(place.name, place.role, tensor, tensor.format)
     _check_complete(placed, source)
     _check_tied_head(placed, source, made.dropped)
@@ -111,6 +107,14 @@ def plan(source: Source, options: Options) -> Plan:
         if reason:
             made.exceptions[name] = reason
     return made
+
+
+def _check_format(tensor: SourceTensor) -> None:
+    if not isinstance(tensor.format, AffineFormat) and tensor.format not in STORAGE:
+        raise ConvertError(
+            f"{tensor.where}: has dtype {tensor.format}, which cannot be converted. Supported are"
+            f" {', '.join(STORAGE)} and affine packing: take another copy of the checkpoint."
+        )
 
 
 def _check_complete(placed: Mapping[str, PlannedTensor], source: Source) -> None:
@@ -147,6 +151,7 @@ def _check_tied_head(placed: Mapping[str, PlannedTensor], source: Source, droppe
         head = source.tensors.get(name)
         if head is None or not is_head(source.family.place(name, untied)):
             continue
+        _check_format(head)
         if head.shape != embedding.shape or not _same_values(head, embedding):
             raise ConvertError(
                 f"{head.where}: differs from the embedding, but config.json says tie_word_embeddings true. Set it to"
