@@ -117,6 +117,7 @@ def _layer(record: Record, num_layers: int, experts_per_layer: int, model_stride
     offsets: dict[int, int] = {}
     ranks: set[int] = set()
     size = experts[0].integer("size", 1, stride)
+    tensors = _tensors(experts[0].record("tensors"), size)
     for position, expert in enumerate(experts):
         identity = expert.integer("expert", 0, experts_per_layer - 1, default=position)
         rank = expert.integer("physicalRank", 0, experts_per_layer - 1, default=identity)
@@ -137,7 +138,7 @@ def _layer(record: Record, num_layers: int, experts_per_layer: int, model_stride
         stride=stride,
         size=size,
         offsets=tuple(offsets[expert] for expert in range(experts_per_layer)),
-        tensors=_tensors(experts[0].record("tensors"), size),
+        tensors=tensors,
     )
 
 

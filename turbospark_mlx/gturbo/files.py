@@ -143,15 +143,15 @@ class Directory:
     """The root of an install, held open."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = os.path.realpath(path)
         try:
+            self.path = os.path.realpath(path)
             self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except NotADirectoryError:
-            raise InstallError(f"{self.path}: is not a directory. A .gturbo install is one; name that.") from None
+            raise InstallError(f"{path}: is not a directory. A .gturbo install is one; name that.") from None
         except FileNotFoundError:
-            raise InstallError(f"{self.path}: no such directory. Check the path, or convert or pull a model.") from None
+            raise InstallError(f"{path}: no such directory. Check the path, or convert or pull a model.") from None
         except (OSError, ValueError) as error:
-            raise InstallError(f"{self.path!r}: cannot be opened: {error}.") from error
+            raise InstallError(f"{str(path)!r} cannot be opened: {error}.") from error
         self._close = weakref.finalize(self, os.close, self._fd)
 
     def __enter__(self) -> Directory:

@@ -283,7 +283,7 @@ def build(
         "expertStride": expert_stride,
         "sourceSnapshotHash": None,
     }
-    if extension or tensor_formats:
+    if needs_extension or extension:
         document[EXTENSION] = {
             "version": EXTENSION_VERSION,
             "arch": dict(extension),
