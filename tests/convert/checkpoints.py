@@ -50,6 +50,9 @@ def shapes(config: dict) -> dict[str, tuple[int, ...]]:
             f"{base}.input_layernorm.weight": (hidden,),
             f"{base}.post_attention_layernorm.weight": (hidden,),
         }
+        if config["model_type"] == "qwen2":
+            biased = {"q": queries, "k": keys, "v": keys}
+            result |= {f"{base}.self_attn.{name}_proj.bias": (rows,) for name, rows in biased.items()}
     result["model.norm.weight"] = (hidden,)
     if config.get("tie_word_embeddings") is False:
         result["lm_head.weight"] = (config["vocab_size"], hidden)
