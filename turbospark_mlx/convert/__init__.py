@@ -18,6 +18,7 @@ def convert(
     companion_dtype: str | None = None,
     elder_compatible: bool = False,
     overwrite: bool = False,
+    model_id: str | None = None,
     progress: bool = True,
 ) -> ConversionReport:
     """Write the install of a checkpoint to the directory ``dest``.
@@ -27,7 +28,8 @@ def convert(
     matrices in groups of 64 with bfloat16 companions. ``bits`` 4 or 8, ``group_size`` 32, 64 or 128 and
     ``companion_dtype`` ``"bfloat16"`` or ``"float16"`` ask for one format everywhere; ``bits`` 16 keeps an unquantized
     checkpoint as it is. ``elder_compatible`` writes only what the elder engines read. ``overwrite`` replaces an
-    install. Memory stays bounded whatever the size, and ``dest`` is complete or untouched whenever the process ends.
+    install. ``model_id`` is the model's published name for the manifest, where the source does not say it. Memory stays
+    bounded whatever the size, and ``dest`` is complete or untouched whenever the process ends.
 
     Raises ConvertError for what cannot be converted, OptionError for options that cannot work.
     """
@@ -35,4 +37,4 @@ def convert(
     from turbospark_mlx.convert.plan import Options
 
     options = Options(bits, group_size, companion_dtype, elder_compatible)
-    return run(source, dest, options, overwrite=overwrite, progress=progress)
+    return run(source, dest, options, overwrite=overwrite, model_id=model_id, progress=progress)

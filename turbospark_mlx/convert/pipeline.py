@@ -22,22 +22,28 @@ from turbospark_mlx.errors import ConvertError, OptionError
 from turbospark_mlx.gturbo import InstallWriter, TensorSpec
 from turbospark_mlx.protocols import AffineFormat
 
-_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+_REPOSITORY = re.compile(r"([\w.-]+/[\w.-]+)(:.+\.gguf)?")
 # For the manifest, the layout file and the index, whose size follows from the number of tensors.
 _RESERVE_BYTES = 1 << 25
 
 
 def run(
-    source: str | Path, destination: str | Path, options: Options, *, overwrite: bool, progress: bool
+    source: str | Path,
+    destination: str | Path,
+    options: Options,
+    *,
+    overwrite: bool,
+    model_id: str | None,
+    progress: bool,
 ) -> ConversionReport:
     """Convert one checkpoint; see ``turbospark_mlx.convert.convert``."""
     start = time.monotonic()
     destination = Path(destination)
     check_destination(destination, overwrite=overwrite)
-    path, model_id = _locate(source, progress)
+    path, repository = _locate(source, progress)
     if destination.exists() and path.samefile(destination):
         raise OptionError(f"{destination}: is the source itself. Choose another destination.")
-    with _open(path, model_id) as opened:
+    with _open(path, model_id or repository) as opened:
         made = plan(opened, options)
         with Staging(destination, overwrite=overwrite) as staging:
             report = ConversionReport(
@@ -62,11 +68,12 @@ def _locate(source: str | Path, progress: bool) -> tuple[Path, str | None]:
     path = Path(source)
     if path.exists():
         return path, None
-    if not _REPOSITORY.fullmatch(str(source)):
+    repository = _REPOSITORY.fullmatch(str(source))
+    if not repository:
         raise ConvertError(f"{source}: does not exist. Give a directory, a .gguf file, or a hub repository owner/name.")
     from turbospark_mlx.convert.download import fetch_repository
 
-    return fetch_repository(str(source), progress=progress), str(source)
+    return fetch_repository(str(source), progress=progress), repository[1]
 
 
 def _open(path: Path, model_id: str | None) -> Source:

