@@ -1,0 +1,250 @@
+"""Modules that every family builds from: matrices as they are stored, norms, rotary embedding, and the builder.
+
+Parameters are in mlx layout under the checkpoint's names. Modules are made with zeros in the stored dtype, for a loader
+to read into.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from turbospark_mlx.custom_kernels import affine_embedding, affine_matmul, dense_matmul, rms_norm
+from turbospark_mlx.custom_kernels.backends import Backend
+from turbospark_mlx.errors import OptionError
+from turbospark_mlx.protocols import AffineFormat
+
+DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
+
+Format = AffineFormat | str
+"""How a tensor is stored: packed, or plainly in a dtype of ``DTYPES``."""
+
+
+def packed(rows: int, columns: int, stored: AffineFormat) -> dict[str, mx.array]:
+    """Zeroed ``weight``, ``scales`` and ``biases`` of a packed matrix ``[rows, columns]``."""
+    companions = (rows, columns // stored.group_size)
+    return {
+        "weight": mx.zeros((rows, columns * stored.bits // 32), mx.uint32),
+        "scales": mx.zeros(companions, DTYPES[stored.companion_dtype]),
+        "biases": mx.zeros(companions, DTYPES[stored.companion_dtype]),
+    }
+
+
+class Linear(nn.Module):
+    """``x @ weight.T + bias`` with ``weight [N, K]`` in any float dtype."""
+
+    def __init__(self, inputs: int, outputs: int, *, stored: str, bias: str | None, backend: Backend):
+        super().__init__()
+        self._backend = backend
+        self.weight = mx.zeros((outputs, inputs), DTYPES[stored])
+        if bias:
+            self.bias = mx.zeros((outputs,), DTYPES[bias])
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return dense_matmul(x, self["weight"], bias=self.get("bias"), backend=self._backend)
+
+
+class AffineLinear(nn.Module):
+    """``x @ W.T + bias`` with an affine-quantized ``W [N, K]``; ``biases`` are its zero points, ``bias`` is added."""
+
+    def __init__(self, inputs: int, outputs: int, *, stored: AffineFormat, bias: str | None, backend: Backend):
+        super().__init__()
+        self._backend = backend
+        self.bits, self.group_size = stored.bits, stored.group_size
+        for name, array in packed(outputs, inputs, stored).items():
+            self[name] = array
+        if bias:
+            self.bias = mx.zeros((outputs,), DTYPES[bias])
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return affine_matmul(
+            x,
+            self["weight"],
+            self["scales"],
+            self["biases"],
+            bits=self.bits,
+            group_size=self.group_size,
+            bias=self.get("bias"),
+            backend=self._backend,
+        )
+
+
+class Embedding(nn.Module):
+    """Rows of a table, and products with it where the output head is tied."""
+
+    def __init__(self, rows: int, width: int, *, stored: str, dtype: mx.Dtype, backend: Backend):
+        super().__init__()
+        self._backend, self._dtype = backend, dtype
+        self.weight = mx.zeros((rows, width), DTYPES[stored])
+
+    def __call__(self, ids: mx.array) -> mx.array:
+        """Integer ids ``[...]`` -> ``[..., width]``. MLX does not check ids: on a CPU they are checked here and
+        OptionError is raised; on a GPU the check would wait for the device, so the caller checks what comes from
+        outside.
+        """
+        rows = self["weight"].shape[0]
+        if self._backend.device == "cpu" and ids.size:
+            known = np.array(ids, copy=False)
+            if known.min() < 0 or known.max() >= rows:
+                raise OptionError(f"token ids run from {known.min()} to {known.max()}; the embedding has {rows} rows.")
+        return self["weight"][ids].astype(self._dtype)
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        return dense_matmul(x, self["weight"], backend=self._backend)
+
+
+class AffineEmbedding(nn.Module):
+    """``Embedding`` with an affine-quantized table."""
+
+    def __init__(self, rows: int, width: int, *, stored: AffineFormat, dtype: mx.Dtype, backend: Backend):
+        super().__init__()
+        self._backend, self._dtype = backend, dtype
+        self.bits, self.group_size = stored.bits, stored.group_size
+        for name, array in packed(rows, width, stored).items():
+            self[name] = array
+
+    def _parts(self) -> tuple[mx.array, mx.array, mx.array]:
+        return self["weight"], self["scales"], self["biases"]
+
+    def __call__(self, ids: mx.array) -> mx.array:
+        return affine_embedding(
+            ids,
+            *self._parts(),
+            bits=self.bits,
+            group_size=self.group_size,
+            dtype=self._dtype,
+            backend=self._backend,
+        )
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        return affine_matmul(x, *self._parts(), bits=self.bits, group_size=self.group_size, backend=self._backend)
+
+
+class RMSNorm(nn.Module):
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last axis."""
+
+    def __init__(self, width: int, *, eps: float, stored: str, backend: Backend):
+        super().__init__()
+        self._backend = backend
+        self.eps = eps
+        self.weight = mx.ones((width,), DTYPES[stored])
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return rms_norm(x, self["weight"], eps=self.eps, backend=self._backend)
+
+
+class RoPE:
+    """Rotation of ``x [B, H, L, D]`` at positions ``offset .. offset + L - 1``; see ``rope.py`` for the frequencies."""
+
+    def __init__(self, frequencies: np.ndarray):
+        """``frequencies [D / 2]``: radians a position."""
+        self._periods = mx.array((1.0 / frequencies).astype(np.float32))
+
+    def __call__(self, x: mx.array, offset: int | mx.array) -> mx.array:
+        return mx.fast.rope(x, x.shape[-1], traditional=False, base=None, scale=1.0, offset=offset, freqs=self._periods)
+
+
+class Projections:
+    """Products of one input with several matrices that lie in one array, done as one product.
+
+    The parts keep their names: their parameters are leading slices of those of ``joint``. Where a part was replaced or
+    given other parameters since, or where there is no ``joint``, each part is applied by itself.
+    """
+
+    def __init__(self, parts: Sequence[nn.Module], joint: nn.Module | None):
+        self._joint = joint
+        if joint is None:
+            return
+        ends = np.cumsum([part["weight"].shape[0] for part in parts]).tolist()
+        self._borders = ends[:-1]
+        for part, start, end in zip(parts, [0, *ends], ends, strict=False):
+            for name, array in joint.items():
+                part[name] = array[start:end]
+        self._views = [dict(part) for part in parts]
+
+    def _joined(self, parts: Sequence[nn.Module]) -> bool:
+        return self._joint is not None and all(
+            len(part) == len(views) and all(part.get(name) is view for name, view in views.items())
+            for part, views in zip(parts, self._views, strict=True)
+        )
+
+    def __call__(self, x: mx.array, *parts: nn.Module) -> Sequence[mx.array]:
+        """``x [..., K]`` -> one ``[..., N]`` a part; ``parts`` are the modules that their owner has at this moment."""
+        if self._joined(parts):
+            return mx.split(self._joint(x), self._borders, axis=-1)
+        return [part(x) for part in parts]
+
+
+@dataclass(frozen=True)
+class Builder:
+    """Makes modules for tensors as they are stored.
+
+    ``formats`` maps tensor names, in the checkpoint's spelling, to formats; a name that is absent is float32. ``dtype``
+    is that of activations. ``fused`` chooses this package's modules, with joint projections; without it, plain
+    ``mlx.nn`` modules are made, which have gradients.
+    """
+
+    backend: Backend
+    dtype: mx.Dtype
+    formats: Mapping[str, Format] = field(default_factory=dict)
+    fused: bool = True
+
+    def _stored(self, name: str) -> Format:
+        return self.formats.get(name, "float32")
+
+    def linear(self, path: str, inputs: int, outputs: int, *, bias: bool = False) -> nn.Module:
+        """The matrix ``path.weight [outputs, inputs]``, with ``path.bias [outputs]`` where ``bias``."""
+        return self._linear(
+            inputs, outputs, self._stored(f"{path}.weight"), self._stored(f"{path}.bias") if bias else None
+        )
+
+    def _linear(self, inputs: int, outputs: int, stored: Format, bias: Format | None) -> nn.Module:
+        if self.fused:
+            kind = AffineLinear if isinstance(stored, AffineFormat) else Linear
+            return kind(inputs, outputs, stored=stored, bias=bias, backend=self.backend)
+        if isinstance(stored, AffineFormat):
+            plain = nn.QuantizedLinear(inputs, outputs, False, stored.group_size, stored.bits)
+            plain.update(packed(outputs, inputs, stored))
+        else:
+            plain = nn.Linear(inputs, outputs, bias=False)
+            plain.weight = mx.zeros((outputs, inputs), DTYPES[stored])
+        if bias:
+            plain.bias = mx.zeros((outputs,), DTYPES[bias])
+        return plain
+
+    def projections(
+        self, inputs: int, outputs: Mapping[str, int], *, bias: bool = False
+    ) -> tuple[list[nn.Module], Projections]:
+        """``linear`` for each path of ``outputs``, and their joint application where they are stored alike."""
+        parts = [self.linear(path, inputs, rows, bias=bias) for path, rows in outputs.items()]
+        kinds = {(self._stored(f"{path}.weight"), self._stored(f"{path}.bias") if bias else None) for path in outputs}
+        if not self.fused or len(kinds) > 1:
+            return parts, Projections(parts, None)
+        return parts, Projections(parts, self._linear(inputs, sum(outputs.values()), *kinds.pop()))
+
+    def embedding(self, path: str, rows: int, width: int) -> nn.Module:
+        """The table ``path.weight [rows, width]``."""
+        stored = self._stored(f"{path}.weight")
+        if self.fused:
+            kind = AffineEmbedding if isinstance(stored, AffineFormat) else Embedding
+            return kind(rows, width, stored=stored, dtype=self.dtype, backend=self.backend)
+        if isinstance(stored, AffineFormat):
+            plain = nn.QuantizedEmbedding(rows, width, stored.group_size, stored.bits)
+            plain.update(packed(rows, width, stored))
+            return plain
+        plain = nn.Embedding(rows, width)
+        plain.weight = mx.zeros((rows, width), DTYPES[stored])
+        return plain
+
+    def norm(self, path: str, width: int, eps: float) -> nn.Module:
+        """The norm with ``path.weight [width]``."""
+        stored = self._stored(f"{path}.weight")
+        if self.fused:
+            return RMSNorm(width, eps=eps, stored=stored, backend=self.backend)
+        plain = nn.RMSNorm(width, eps=eps)
+        plain.weight = mx.ones((width,), DTYPES[stored])
+        return plain

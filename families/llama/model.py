@@ -1,0 +1,165 @@
+"""The llama family's decoder: Llama 2/3.x, Mistral, Qwen2/2.5 and Qwen3 in one, by switches of the configuration.
+
+Shapes: B sequences, L tokens, H query heads, KV key/value heads, D dimensions a head. Qwen2 adds biases to q, k and v
+before the rotation; Qwen3 normalises every head of q and k before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from turbospark_mlx.cache import LinearKV, RingKV
+from turbospark_mlx.custom_kernels import attention, backends
+from turbospark_mlx.families.layers import Builder, Format, RoPE
+from turbospark_mlx.families.llama.config import LlamaConfig
+from turbospark_mlx.families.llama.weights import expected
+from turbospark_mlx.families.rope import attention_factor, frequencies
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions, over all tokens or over a sliding window."""
+
+    def __init__(self, config: LlamaConfig, path: str, window: int | None, rope: RoPE, build: Builder):
+        super().__init__()
+        heads, kv_heads, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self.head_dim, self.window, self.rope, self._backend = width, window, rope, build.backend
+        # Queries and keys are both multiplied by the attention factor, so their products are by its square.
+        self.scale = width**-0.5 * attention_factor(config.rope_scaling) ** 2
+        rows = {"q_proj": heads * width, "k_proj": kv_heads * width, "v_proj": kv_heads * width}
+        (self.q_proj, self.k_proj, self.v_proj), self._qkv = build.projections(
+            config.hidden_size, {f"{path}.{name}": n for name, n in rows.items()}, bias=config.attention_bias
+        )
+        self.o_proj = build.linear(
+            f"{path}.o_proj", heads * width, config.hidden_size, bias=config.attention_output_bias
+        )
+        if config.qk_norm:
+            self.q_norm = build.norm(f"{path}.q_norm", width, config.rms_norm_eps)
+            self.k_norm = build.norm(f"{path}.k_norm", width, config.rms_norm_eps)
+
+    def __call__(self, x: mx.array, cache: LinearKV | RingKV | None = None) -> mx.array:
+        B, L, _ = x.shape
+        q, k, v = (
+            y.reshape(B, L, -1, self.head_dim).transpose(0, 2, 1, 3)
+            for y in self._qkv(x, self.q_proj, self.k_proj, self.v_proj)
+        )
+        if "q_norm" in self:
+            q, k = self.q_norm(q), self.k_norm(k)
+        offset = 0 if cache is None else cache.offset
+        q, k = self.rope(q, offset), self.rope(k, offset)
+        if cache is not None:
+            k, v = cache.update_and_fetch(k, v)
+        # A single token sees every key that its cache returns, and a ring returns them in no particular order.
+        mask, window = ("causal", self.window) if L > 1 else (None, None)
+        y = attention(q, k, v, scale=self.scale, mask=mask, window=window, backend=self._backend)
+        return self.o_proj(y.transpose(0, 2, 1, 3).reshape(B, L, -1))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (Shazeer 2020, arXiv:2002.05202): ``down(silu(gate(x)) * up(x))``."""
+
+    def __init__(self, config: LlamaConfig, path: str, build: Builder):
+        super().__init__()
+        hidden, wide = config.hidden_size, config.intermediate_size
+        (self.gate_proj, self.up_proj), self._gate_up = build.projections(
+            hidden, {f"{path}.gate_proj": wide, f"{path}.up_proj": wide}, bias=config.mlp_bias
+        )
+        self.down_proj = build.linear(f"{path}.down_proj", wide, hidden, bias=config.mlp_bias)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        gate, up = self._gate_up(x, self.gate_proj, self.up_proj)
+        return self.down_proj(gate * mx.sigmoid(gate) * up)
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config: LlamaConfig, number: int, rope: RoPE, build: Builder):
+        super().__init__()
+        path = f"model.layers.{number}"
+        self.window = config.sliding_window if config.slides(number) else None
+        self.self_attn = Attention(config, f"{path}.self_attn", self.window, rope, build)
+        self.mlp = FeedForward(config, f"{path}.mlp", build)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            setattr(self, name, build.norm(f"{path}.{name}", config.hidden_size, config.rms_norm_eps))
+
+    def __call__(self, x: mx.array, cache: LinearKV | RingKV | None = None) -> mx.array:
+        x = x + self.self_attn(self.input_layernorm(x), cache)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Decoder(nn.Module):
+    """Embedding, layers and final norm: what the checkpoint calls ``model``."""
+
+    def __init__(self, config: LlamaConfig, rope: RoPE, build: Builder):
+        super().__init__()
+        self.embed_tokens = build.embedding("model.embed_tokens", config.vocab_size, config.hidden_size)
+        self.layers = [DecoderLayer(config, number, rope, build) for number in range(config.num_hidden_layers)]
+        self.norm = build.norm("model.norm", config.hidden_size, config.rms_norm_eps)
+
+
+class Model(nn.Module):
+    """A model of the family. It follows the protocol that mlx-lm's tools call: ``model(tokens, cache=...)``,
+    ``model.layers``, ``model.make_cache()``, ``model.args``."""
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        *,
+        formats: Mapping[str, Format] | None = None,
+        backend: backends.Backend | None = None,
+        dtype: mx.Dtype = mx.float32,
+        fused: bool = True,
+        max_context: int | None = None,
+    ):
+        """Zeroed parameters, to be loaded.
+
+        ``formats`` says how each tensor is stored (see ``layers.Builder``), ``dtype`` is that of activations.
+        ``fused=False`` makes plain ``mlx.nn`` modules. ``max_context`` is the longest context to expect, by which
+        LongRoPE chooses its frequencies; None means the trained one.
+        """
+        super().__init__()
+        self.args, self.model_type, self.dtype, self.fused = config, config.model_type, dtype, fused
+        self.parameter_count = sum(map(prod, expected(config).values()))
+        self.backend = backend or backends.select()
+        build = Builder(self.backend, dtype, formats or {}, fused)
+        length = max_context or config.max_position_embeddings
+        rope = RoPE(frequencies(config.head_dim, config.rope_theta, config.rope_scaling, length))
+        self.model = Decoder(config, rope, build)
+        if not config.tie_word_embeddings:
+            self.lm_head = build.linear("lm_head", config.hidden_size, config.vocab_size)
+
+    def hidden(
+        self,
+        tokens: mx.array | None,
+        cache: Sequence[LinearKV | RingKV] | None = None,
+        input_embeddings: mx.array | None = None,
+    ) -> mx.array:
+        """Normalised last hidden states ``[B, L, hidden]`` of ``tokens [B, L]``, or of ``input_embeddings`` instead."""
+        x = self.model.embed_tokens(tokens) if input_embeddings is None else input_embeddings
+        x = x.astype(self.dtype)
+        for layer, state in zip(self.layers, cache or [None] * len(self.layers), strict=True):
+            x = layer(x, state)
+        return self.model.norm(x)
+
+    def head(self, hidden: mx.array) -> mx.array:
+        """Logits ``[..., vocab]`` of hidden states ``[..., hidden]``."""
+        return self.lm_head(hidden) if "lm_head" in self else self.model.embed_tokens.as_linear(hidden)
+
+    def __call__(
+        self,
+        tokens: mx.array | None,
+        cache: Sequence[LinearKV | RingKV] | None = None,
+        input_embeddings: mx.array | None = None,
+    ) -> mx.array:
+        """Logits ``[B, L, vocab]``. Tokens go on from where ``cache`` is; without one they start at position 0."""
+        return self.head(self.hidden(tokens, cache, input_embeddings))
+
+    @property
+    def layers(self) -> list[DecoderLayer]:
+        return self.model.layers
+
+    def make_cache(self, max_length: int | None = None) -> list[LinearKV | RingKV]:
+        """An empty state for each layer, for sequences of up to ``max_length`` tokens."""
+        return [LinearKV(max_length) if layer.window is None else RingKV(layer.window) for layer in self.layers]

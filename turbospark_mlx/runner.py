@@ -1,0 +1,348 @@
+"""The runner: one sequence of tokens through one model, with its caches.
+
+It knows token ids and logits; text, sampling and stopping are others' business. What cannot work is refused before
+anything is computed, and nothing leaves the caches of different layers at different positions: an error on the way puts
+them back to where the call began or, where the evaluation itself failed, empties them.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from turbospark_mlx import loader
+from turbospark_mlx.admission import ContextLimit, available_bytes, resolve_context, spell_bytes, whole_number
+from turbospark_mlx.cache import mark_all, reusable_prefix, rollback_all, trim_all
+from turbospark_mlx.custom_kernels import backends
+from turbospark_mlx.errors import BackendError, ContextError, TurbosparkError
+from turbospark_mlx.gturbo import Install
+from turbospark_mlx.tokenizer import Tokenizer
+
+PREFILL_CHUNK = {"cpu": 512, "gpu": 2048}
+"""Prompt tokens run at once, by device."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A point in a runner's sequence, for ``Runner.rollback``."""
+
+    position: int
+    layers: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a runner resolved its options to. ``str()`` is a few lines for people. Sizes are in bytes.
+
+    ``kv_bytes`` is what the caches take when the context is full, ``kv_bytes_now`` what they hold. ``operations`` maps
+    ``(op, way it was run)`` to the number of calls so far.
+    """
+
+    model_type: str
+    parameters: int
+    backend: str
+    backend_reason: str
+    device: str
+    dtype: str
+    fused: bool
+    max_context: int
+    context_reason: str
+    trained_context: int
+    prefill_chunk: int
+    weight_bytes: int
+    kv_bytes: int
+    kv_bytes_now: int
+    operations: dict[tuple[str, str], int]
+
+    def __str__(self) -> str:
+        ways = ", ".join(sorted(f"{op} by {way}" for op, way in self.operations))
+        return "\n".join(
+            (
+                f"model      {self.model_type}, {self.parameters / 1e6:.1f} M parameters",
+                f"back end   {self.backend} on the {self.device}: {self.backend_reason}",
+                f"dtype      {self.dtype}, {'joint' if self.fused else 'plain mlx.nn'} matrices",
+                f"memory     weights {spell_bytes(self.weight_bytes)}, caches {spell_bytes(self.kv_bytes)} when full,"
+                f" {spell_bytes(self.kv_bytes_now)} now",
+                f"context    {self.max_context} tokens ({self.context_reason}), trained for {self.trained_context},"
+                f" prompts in chunks of {self.prefill_chunk}",
+                f"operations {ways or 'none yet'}",
+            )
+        )
+
+
+class Runner:
+    """Drives a model over one sequence of token ids. A context manager.
+
+    It belongs to the thread that made it, as MLX's streams do: any other thread is refused in one sentence.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        max_context: int | ContextLimit | None = None,
+        prefill_chunk: int | None = None,
+        install: Install | None = None,
+    ):
+        """A runner over ``model``.
+
+        ``max_context`` counts prompt and generated tokens together (``admission.resolve_context`` has the default);
+        ``prefill_chunk`` is the number of prompt tokens run at once. ``tokenizer`` comes from ``install``, which the
+        runner closes. Raises OptionError.
+        """
+        self._thread = threading.current_thread()
+        self._closed = False
+        self._install = install
+        self.model = model
+        if not isinstance(max_context, ContextLimit):
+            room = available_bytes(model.backend.device)
+            max_context = resolve_context(model.args, max_context, model.dtype.size, room)
+        self._limit = max_context
+        self.vocab_size: int = model.args.vocab_size
+        """The length of a row of logits. A tokenizer may have fewer ids."""
+        self._chunk = PREFILL_CHUNK[model.backend.device]
+        if prefill_chunk is not None:
+            self._chunk = whole_number("prefill_chunk", prefill_chunk)
+        self._ids: list[int] = []
+        self._cache = model.make_cache(self.max_context)
+
+    @classmethod
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        max_context: int | None = None,
+        kernels: str = "auto",
+        dtype: str | mx.Dtype | None = None,
+        verify: str = "auto",
+        prefill_chunk: int | None = None,
+        fused: bool = True,
+        progress: loader.Progress | None = None,
+    ) -> Runner:
+        """Open an install and load its model.
+
+        ``kernels`` chooses the back end (``custom_kernels.backends.select``), ``dtype`` that of activations
+        (``loader.resolve_dtype``), ``verify`` how much is hashed (``Install.open``). ``fused=False`` makes plain
+        ``mlx.nn`` modules on the reference back end, which have gradients. ``progress`` is called with the bytes of
+        weights read so far and in all. Raises InstallError, OptionError, BackendError.
+        """
+        backend = backends.select(kernels if fused else "reference")
+        activations = loader.resolve_dtype(dtype, backend)
+        with ExitStack() as stack:
+            install = stack.enter_context(Install.open(path, verify=verify))
+            _, config = loader.read_config(install)
+            weights = sum(entry.nbytes for entry in install.tensors.values())
+            room = max(0, available_bytes(backend.device) - weights)
+            limit = resolve_context(config, max_context, activations.size, room)
+            model = loader.load_model(
+                install, backend=backend, dtype=activations, fused=fused, max_context=limit.tokens, progress=progress
+            )
+            runner = cls(model, max_context=limit, prefill_chunk=prefill_chunk, install=install)
+            stack.pop_all()
+        return runner
+
+    @property
+    def max_context(self) -> int:
+        """The most tokens that the sequence may have."""
+        return self._limit.tokens
+
+    @property
+    def position(self) -> int:
+        """The number of tokens run so far."""
+        return len(self._ids)
+
+    @property
+    def history(self) -> list[int]:
+        """The token ids run so far."""
+        return list(self._ids)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The install's tokenizer. Raises InstallError where it has none."""
+        self._check_usable()
+        if self._install is None:
+            raise TurbosparkError("This runner was made from a model, not from an install, so it has no tokenizer.")
+        return Tokenizer.from_install(self._install)
+
+    def prefill(
+        self,
+        ids: Sequence[int],
+        *,
+        progress: Callable[[int, int], None] | None = None,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> mx.array | None:
+        """Run ``ids`` after what was run so far; returns float32 logits ``[vocab]`` behind the last of them.
+
+        ``progress`` is called with the tokens done and in all after every chunk. ``cancelled`` is asked before every
+        chunk; once it says yes, the chunks that were run stay and None is returned. Raises ContextError, before
+        anything is computed, for no ids, ids that the model does not have, and more than the context has room for.
+        After any other error the position is what it was before the call, or 0 where the evaluation itself failed.
+        """
+        self._check_usable()
+        ids = self._admit(ids)
+        start, marks = self.position, mark_all(self._cache)
+        logits = None
+        try:
+            for first in range(0, len(ids), self._chunk):
+                if cancelled is not None and cancelled():
+                    return None
+                chunk = ids[first : first + self._chunk]
+                done = first + len(chunk)
+                logits = self._forward(chunk, head=done == len(ids))
+                if progress is not None:
+                    progress(done, len(ids))
+        except BaseException:
+            if self.position > start:
+                rollback_all(self._cache, marks)
+                del self._ids[start:]
+            raise
+        return logits
+
+    def decode(self, token_id: int) -> mx.array:
+        """Run one token; returns float32 logits ``[vocab]`` behind it. Raises as ``prefill`` does."""
+        self._check_usable()
+        return self._forward(self._admit([token_id]), head=True)
+
+    def mark(self) -> Mark:
+        """A point to come back to with ``rollback``. It holds the caches' buffers, not a copy."""
+        self._check_usable()
+        return Mark(self.position, tuple(mark_all(self._cache)))
+
+    def rollback(self, mark: Mark) -> None:
+        """Go back to ``mark``, as if nothing had been run since.
+
+        Raises ContextError, and changes nothing, for a mark of another runner, one from before ``reset``, and one that
+        was passed on the way back to an earlier point.
+        """
+        self._check_usable()
+        rollback_all(self._cache, mark.layers)
+        del self._ids[mark.position :]
+
+    def reuse(self, ids: Sequence[int]) -> int:
+        """Go back to the longest prefix of ``ids`` that the caches hold, and return its length.
+
+        At least one of ``ids`` is left to run, because logits come only from running a token. Where a sliding window
+        has overwritten what the common prefix needs, the runner is reset and 0 is returned.
+        """
+        self._check_usable()
+        common = 0
+        for mine, theirs in zip(self._ids, list(ids)[:-1], strict=False):
+            if mine != theirs:
+                break
+            common += 1
+        common = reusable_prefix(self._cache, common)
+        if common == 0:
+            self.reset()
+        elif common < self.position:
+            trim_all(self._cache, common)
+            del self._ids[common:]
+        return common
+
+    def reset(self) -> None:
+        """Forget everything that was run, and give its memory back."""
+        self._check_usable()
+        self._empty()
+
+    def close(self) -> None:
+        """Let go of the model and of the install's files; a second call does nothing."""
+        if self._closed:
+            return
+        self._check_usable()
+        self._closed = True
+        self._ids, self._cache, self.model = [], [], None
+        if self._install is not None:
+            self._install.close()
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def report(self) -> Report:
+        """What was resolved, and what is in use."""
+        self._check_usable()
+        config, backend = self.model.args, self.model.backend
+        arrays = [array for _, array in tree_flatten(self.model.parameters())]
+        return Report(
+            model_type=self.model.model_type,
+            parameters=self.model.parameter_count,
+            backend=backend.name,
+            backend_reason=backend.reason,
+            device=backend.device,
+            dtype=str(self.model.dtype).removeprefix("mlx.core."),
+            fused=self.model.fused,
+            max_context=self._limit.tokens,
+            context_reason=self._limit.reason,
+            trained_context=config.max_position_embeddings,
+            prefill_chunk=self._chunk,
+            weight_bytes=sum(array.nbytes for array in arrays),
+            kv_bytes=config.kv_bytes(self.max_context, self.model.dtype.size),
+            kv_bytes_now=sum(layer.nbytes for layer in self._cache),
+            operations=dict(backend.counters),
+        )
+
+    def _check_usable(self) -> None:
+        if threading.current_thread() is not self._thread:
+            raise BackendError(
+                f"This runner belongs to thread {self._thread.name!r}, which made it, and was called from"
+                f" {threading.current_thread().name!r}: make a runner in the thread that uses it."
+            )
+        if self._closed:
+            raise TurbosparkError("This runner is closed. Open it again.")
+
+    def _admit(self, ids: Sequence[int]) -> list[int]:
+        """The ids as ints, once they are known to be tokens of this model that fit behind the others."""
+        ids = [operator.index(i) for i in (ids.tolist() if hasattr(ids, "tolist") else ids)]
+        if not ids:
+            raise ContextError("There are no tokens to run: the prompt is empty.")
+        if min(ids) < 0 or max(ids) >= self.vocab_size:
+            wrong = next(i for i in ids if not 0 <= i < self.vocab_size)
+            raise ContextError(
+                f"Token id {wrong} is not one of this model's, which go from 0 to {self.vocab_size - 1}."
+            )
+        if self.position + len(ids) > self.max_context:
+            raise ContextError(
+                f"{len(ids)} tokens after {self.position} do not fit max_context {self.max_context}."
+                " Shorten the prompt, reset, or open with a larger max_context."
+            )
+        return ids
+
+    def _forward(self, ids: list[int], *, head: bool) -> mx.array | None:
+        """Run ``ids`` as one pass. Only its last row goes through the head, and only where ``head``."""
+        start, marks = self.position, mark_all(self._cache) if len(ids) > 1 else None
+        try:
+            hidden = self.model.hidden(mx.array([ids]), self._cache)
+            logits = self.model.head(hidden[:, -1:])[0, 0].astype(mx.float32) if head else None
+        except BaseException:
+            self._undo(start, marks)
+            raise
+        try:
+            mx.eval(logits, [layer.state for layer in self._cache])
+        except BaseException:
+            # The buffers are results of the evaluation that failed.
+            self._empty()
+            raise
+        self._ids += ids
+        return logits
+
+    def _undo(self, start: int, marks: list[Any] | None) -> None:
+        """Bring all layers back to ``start``. One token can always be trimmed; a mark would make a ring copy itself."""
+        if marks is not None:
+            rollback_all(self._cache, marks)
+        else:
+            trim_all(self._cache, start)
+
+    def _empty(self) -> None:
+        self._ids = []
+        self._cache = self.model.make_cache(self.max_context)
