@@ -18,6 +18,7 @@ class ScriptedRunner:
     def __init__(self, script, max_context=64):
         self.script = list(script)
         self.max_context = max_context
+        self.vocab_size = VOCAB
         self.history = []
         self.fed = []
         self.resets = 0

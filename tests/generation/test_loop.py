@@ -20,7 +20,7 @@ def letters(text):
 
 def run(runner, prompt=PROMPT, **request):
     request = Request(**{"stop_ids": Letters.eos_token_ids, **request})
-    return list(generate_tokens(runner, Letters(), VOCAB, prompt, request))
+    return list(generate_tokens(runner, Letters(), prompt, request))
 
 
 def text(responses):
@@ -98,7 +98,7 @@ def test_half_a_character_waits_for_the_end():
 def test_what_cannot_work_is_refused_before_anything_is_computed(prompt, max_tokens, error, message):
     runner = ScriptedRunner([0])
     with pytest.raises(error, match=message):
-        generate_tokens(runner, Letters(), VOCAB, [1] * prompt, Request(max_tokens=max_tokens))
+        generate_tokens(runner, Letters(), [1] * prompt, Request(max_tokens=max_tokens))
     assert runner.fed == []
 
 
@@ -138,7 +138,7 @@ def test_cancellation_between_tokens():
         runner, stop = ScriptedRunner(letters("hello world")), threading.Event()
         request = Request(cancelled=stop if event else stop.is_set, stop_strings=("lo!",))
         seen = []
-        for response in generate_tokens(runner, Letters(), VOCAB, PROMPT, request):
+        for response in generate_tokens(runner, Letters(), PROMPT, request):
             seen.append(response)
             if len(seen) == 4:
                 stop.set()
@@ -160,30 +160,32 @@ def test_cancellation_inside_the_prompt():
     assert (text(again), again[0].reused_tokens) == ("hello", 4)
 
 
-def test_an_error_resets_the_runner_and_it_works_again():
+def test_logits_that_are_not_finite_reset_the_runner():
     poisoned = np.zeros(VOCAB)
     poisoned[3] = np.nan
-    for failure, error in ((poisoned, GenerationError), (RuntimeError("device lost"), RuntimeError)):
-        runner = ScriptedRunner([0, failure])
-        seen = []
-        with pytest.raises(error):
-            seen.extend(generate_tokens(runner, Letters(), VOCAB, PROMPT, Request()))
-        assert runner.resets == 1
-        assert runner.history == []
-        runner.script = [*letters("ok"), 31]
-        assert text(run(runner)) == "ok"
-
-
-def test_an_interrupt_resets_the_runner():
-    runner = ScriptedRunner([0, KeyboardInterrupt()])
-    with pytest.raises(KeyboardInterrupt):
+    runner = ScriptedRunner([0, poisoned])
+    with pytest.raises(GenerationError, match="logit 3"):
         run(runner)
     assert runner.resets == 1
+    assert runner.history == []
+    runner.script = [*letters("ok"), 31]
+    assert text(run(runner)) == "ok"
+
+
+@pytest.mark.parametrize("failure", [RuntimeError("device lost"), KeyboardInterrupt()])
+def test_a_failure_of_the_runner_comes_through_and_it_works_again(failure):
+    runner = ScriptedRunner([*letters("o"), failure])
+    with pytest.raises(type(failure)):
+        run(runner)
+    runner.script = [*letters("ok"), 31]
+    again = run(runner)
+    assert text(again) == "ok"
+    assert again[0].reused_tokens == len(PROMPT) - 1
 
 
 def test_a_generator_closed_half_way_leaves_the_runner_as_it_is():
     runner = ScriptedRunner(letters("hello"))
-    generator = generate_tokens(runner, Letters(), VOCAB, PROMPT, Request())
+    generator = generate_tokens(runner, Letters(), PROMPT, Request())
     next(generator)
     next(generator)
     generator.close()

@@ -2,8 +2,7 @@
 
 It knows a runner that computes logits and a tokenizer that makes text, and nothing of models. Everything that can be
 refused is refused before anything is computed. The runner stays usable whatever happens: after a cancellation, or when
-the consumer stops early, it holds exactly the tokens it was fed; after an error it is reset, because state computed
-along the way to an error must not be reused.
+the consumer stops early, it holds exactly the tokens it was fed.
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ class Runner(Protocol):
     """What the loop needs of a runner."""
 
     max_context: int
+    vocab_size: int
 
     def reuse(self, ids: Sequence[int]) -> int: ...
 
@@ -118,7 +118,7 @@ def admit(prompt_tokens: int, max_tokens: int | None, max_context: int) -> int:
 
 
 def generate_tokens(
-    runner: Runner, tokenizer: Decoder, vocab_size: int, ids: Sequence[int], request: Request
+    runner: Runner, tokenizer: Decoder, ids: Sequence[int], request: Request
 ) -> Iterator[GenerationResponse]:
     """Responses to the prompt ``ids``, one a token; a cancellation adds one without a token.
 
@@ -129,7 +129,7 @@ def generate_tokens(
     limit = admit(len(ids), request.max_tokens, runner.max_context)
     if request.sampler is not None and request.sampling.draws:
         raise OptionError("sampler and temperature both choose the token. Give one of them.")
-    chooser = _Chooser(request, vocab_size)
+    chooser = _Chooser(request, runner.vocab_size)
     return _Answer(runner, tokenizer, ids, limit, chooser, request).responses()
 
 
@@ -173,10 +173,8 @@ class _Answer:
     def responses(self):
         try:
             yield from self._run()
-        except GeneratorExit:
-            # Raised where a response is handed out: the runner is between two tokens.
-            raise
-        except BaseException:
+        except GenerationError:
+            # Caches that led to logits such as NaN must not be reused.
             self._runner.reset()
             raise
 

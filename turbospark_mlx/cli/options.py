@@ -1,0 +1,87 @@
+"""Flags that several commands share, and what they stand for."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from turbospark_mlx.generation import SamplingOptions
+    from turbospark_mlx.runner import Runner
+
+
+def add_model_arguments(parser: argparse.ArgumentParser, *, max_context: bool = True) -> None:
+    """The model and how it is run."""
+    parser.add_argument(
+        "model", metavar="MODEL", help="an install directory, an alias, or a hub repository (pulled on first use)"
+    )
+    group = parser.add_argument_group("running the model")
+    if max_context:
+        group.add_argument("--max-context", type=int, metavar="N", help="longest prompt and answer together, in tokens")
+    group.add_argument("--kernels", default="auto", metavar="NAME", help="kernel back end (auto)")
+    group.add_argument("--dtype", metavar="NAME", help="dtype of activations (bfloat16 on a GPU, float32 on a CPU)")
+    group.add_argument(
+        "--verify", default="auto", metavar="MODE", help="hash the install: off, auto (unless done before), full (auto)"
+    )
+    parser.set_defaults(usage_error=parser.error)
+
+
+def open_runner(args: argparse.Namespace, max_context: int | None) -> Runner:
+    """A runner over the model that the arguments name."""
+    from turbospark_mlx.runner import Runner
+    from turbospark_mlx.store import resolve
+
+    return Runner.open(
+        resolve(args.model), max_context=max_context, kernels=args.kernels, dtype=args.dtype, verify=args.verify
+    )
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    """How tokens are chosen, and where an answer ends."""
+    group = parser.add_argument_group("sampling")
+    # No defaults here: what is not given is left to SamplingOptions.
+    group.add_argument("--temp", dest="temperature", type=float, metavar="T", help="temperature; 0 is greedy (0)")
+    group.add_argument("--top-k", type=int, metavar="K", help="draw among the K most probable tokens")
+    group.add_argument("--top-p", type=float, metavar="P", help="draw among the most probable tokens that hold P")
+    group.add_argument(
+        "--min-p", type=float, metavar="P", help="draw among tokens at least P times as probable as the top"
+    )
+    group.add_argument("--repetition-penalty", type=float, metavar="R", help="divide the logits of recent tokens by R")
+    group.add_argument("--repetition-context-size", type=int, metavar="N", help="how many tokens are recent (20)")
+    group.add_argument("--presence-penalty", type=float, metavar="A", help="subtract A from logits of recent tokens")
+    group.add_argument("--frequency-penalty", type=float, metavar="A", help="the same for each time a token occurs")
+    group.add_argument(
+        "--logit-bias",
+        type=_bias,
+        action="append",
+        metavar="ID=V",
+        help="add V to the logit of token ID; -inf bans it; may be given several times",
+    )
+    group.add_argument("--seed", type=int, metavar="S", help="repeat the draws of an earlier run")
+    group.add_argument(
+        "--stop", action="append", metavar="TEXT", help="end the answer before TEXT; may be given several times"
+    )
+
+
+def sampling_options(args: argparse.Namespace) -> SamplingOptions:
+    """The options that the arguments stand for. Raises OptionError."""
+    from turbospark_mlx.generation.sampling import SAMPLING_NAMES, SamplingOptions
+
+    given = {name: getattr(args, name, None) for name in SAMPLING_NAMES}
+    given["logit_bias"] = dict(given["logit_bias"] or ()) or None
+    return SamplingOptions(**{name: value for name, value in given.items() if value is not None})
+
+
+def token_limit(text: str) -> int | None:
+    """The value of ``--max-tokens``: a number, or None for the word ``max``."""
+    return None if text == "max" else int(text)
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not ID=V, such as 42=-1.5")
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not ID=V, such as 42=-1.5") from None
