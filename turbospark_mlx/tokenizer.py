@@ -68,6 +68,7 @@ class Tokenizer:
         self._model_config = _json_object(files, "config.json")
         self._template_origin, self._template_sources = _find_chat_templates(files, self._config)
         self._compiled: dict[str, ChatTemplate] = {}
+        self.has_chat_template = bool(self._template_sources)
         self.special_tokens = self._named_tokens()
         """``bos_token`` and its kin -> text, as chat templates see them."""
         self._add_missing_tokens()
@@ -153,10 +154,6 @@ class Tokenizer:
     # Chat
 
     @property
-    def has_chat_template(self) -> bool:
-        return bool(self._template_sources)
-
-    @property
     def chat_template(self) -> str | None:
         """The source of the template that a conversation without tools is rendered with."""
         return self._template_sources.get("default")
@@ -196,6 +193,9 @@ class Tokenizer:
         return [*self._missing_prefix(ids), *ids]
 
     # How the files are read
+
+    def _missing_prefix(self, ids: list[int]) -> list[int]:
+        return [] if ids[: len(self._prefix)] == self._prefix else self._prefix
 
     def _template(self, name: str) -> ChatTemplate:
         # Compiled when first used: a broken template must not keep a model from completing plain text.
