@@ -1,0 +1,219 @@
+"""Tiny random models: for tests, for examples, and for trying out a change in a second.
+
+>>> from turbospark_mlx import Runner
+>>> from turbospark_mlx.testing import make_tiny_install
+>>> with Runner.open(make_tiny_install("llama", "/tmp/tiny.gturbo")) as runner:  # doctest: +SKIP
+...     logits = runner.prefill(runner.tokenizer.encode("Hello"))
+
+A variant is a configuration that reaches some switch of its family. Weights are random but never zero or one where that
+would hide a fault: matrices have a spread of 0.15, norms are near 1, biases have a spread of 0.3.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from turbospark_mlx.errors import OptionError
+from turbospark_mlx.families import family_for_model_type
+from turbospark_mlx.protocols import Placement
+
+WINDOW = 8
+"""The sliding window of every variant that has one."""
+
+_DENSE = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 320,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+
+
+def _llama(**fields: Any) -> dict[str, Any]:
+    return {"model_type": "llama", **_DENSE, **fields}
+
+
+def _scaled(**scaling: Any) -> dict[str, Any]:
+    return _llama(rope_scaling=scaling)
+
+
+_MISTRAL = _llama(model_type="mistral", head_dim=32, sliding_window=WINDOW, rope_theta=1e6)
+_QWEN2 = _llama(model_type="qwen2", rms_norm_eps=1e-6, rope_theta=1e6, tie_word_embeddings=True)
+_QWEN3 = _llama(model_type="qwen3", head_dim=32, rms_norm_eps=1e-6, rope_theta=1e6)
+
+# Scalings change only what lies past their original length, so that is 16 here and shows in short prompts.
+_VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "llama": {
+        "llama": _llama(),
+        "llama-tied": _llama(tie_word_embeddings=True),
+        "llama-biases": _llama(attention_bias=True, mlp_bias=True),
+        "llama-one-head": _llama(num_attention_heads=1, num_key_value_heads=1),
+        "llama-three-heads": _llama(num_attention_heads=3, num_key_value_heads=1, head_dim=64),
+        "llama-linear": _scaled(type="linear", factor=4.0),
+        "llama-llama3": _scaled(
+            rope_type="llama3",
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=16,
+        ),
+        "llama-yarn": _scaled(rope_type="yarn", factor=4.0, original_max_position_embeddings=16),
+        "llama-yarn-exact": _scaled(
+            rope_type="yarn",
+            factor=4.0,
+            original_max_position_embeddings=16,
+            truncate=False,
+            beta_fast=4.0,
+            attention_factor=1.3,
+        ),
+        "llama-yarn-mscale": _scaled(
+            rope_type="yarn", factor=4.0, original_max_position_embeddings=16, mscale=0.7, mscale_all_dim=0.3
+        ),
+        "llama-longrope": _scaled(
+            rope_type="longrope",
+            original_max_position_embeddings=16,
+            short_factor=[1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
+            long_factor=[1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0],
+        ),
+        "mistral": _MISTRAL,
+        "mistral-mixed": _MISTRAL | {"layer_types": ["sliding_attention", "full_attention"]},
+        "qwen2": _QWEN2,
+        "qwen2-windows": _QWEN2 | {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+        "qwen3": _QWEN3,
+        "qwen3-biases": _QWEN3 | {"attention_bias": True},
+    }
+}
+
+
+def variants(family: str) -> tuple[str, ...]:
+    """The names of a family's variants; the first is the default. Raises OptionError for an unknown family."""
+    if family not in _VARIANTS:
+        raise OptionError(f"family={family!r}: tiny models exist for {', '.join(_VARIANTS)}.")
+    return tuple(_VARIANTS[family])
+
+
+def tiny_config(family: str, variant: str | None = None) -> dict[str, Any]:
+    """The config.json of a variant. Raises OptionError for names that do not exist."""
+    names = variants(family)
+    if variant is not None and variant not in names:
+        raise OptionError(f"variant={variant!r}: the {family} family has {', '.join(names)}.")
+    return json.loads(json.dumps(_VARIANTS[family][variant or names[0]]))
+
+
+def tiny_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
+    """Random float32 weights of the model that ``config`` describes, by checkpoint name."""
+    family = family_for_model_type(config["model_type"])
+    parsed = family.config_from_hf(config)
+    weights = {}
+    for name, shape in family.expected(parsed).items():
+        place = family.place(name, parsed)
+        assert isinstance(place, Placement)
+        values = np.random.default_rng([seed, zlib.crc32(name.encode())]).standard_normal(shape)
+        if place.role != "vector":
+            values *= 0.15
+        elif name.endswith("norm.weight"):
+            values = 1 + 0.2 * values
+        else:
+            values *= 0.3
+        weights[place.checkpoint_name] = values.astype(np.float32)
+    return weights
+
+
+def tiny_checkpoint(
+    family: str,
+    path: str | os.PathLike[str],
+    *,
+    variant: str | None = None,
+    seed: int = 0,
+    dtype: str = "bfloat16",
+) -> Path:
+    """Write a tiny checkpoint, as a hub repository has it, into the directory ``path``, which is made.
+
+    It has config.json, generation_config.json, model.safetensors in ``dtype`` (``"bfloat16"``, ``"float16"`` or
+    ``"float32"``), and a byte-level BPE tokenizer with a ChatML template. Returns the path.
+    """
+    import mlx.core as mx
+
+    config = tiny_config(family, variant)
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    arrays = {name: mx.array(a).astype(getattr(mx, dtype)) for name, a in tiny_weights(config, seed).items()}
+    mx.save_safetensors(str(path / "model.safetensors"), arrays, {"format": "pt"})
+    eos = _SPECIAL.index("<|im_end|>")
+    files = {
+        "config.json": {**config, "torch_dtype": dtype, "eos_token_id": eos},
+        "generation_config.json": {"eos_token_id": [eos, _SPECIAL.index("<|endoftext|>")]},
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "add_bos_token": False,
+            "eos_token": "<|im_end|>",
+            "pad_token": "<|endoftext|>",
+            "clean_up_tokenization_spaces": False,
+        },
+    }
+    for name, content in files.items():
+        (path / name).write_text(json.dumps(content, indent=2))
+    (path / "tokenizer.json").write_text(_tokenizer().to_str(pretty=True))
+    (path / "chat_template.jinja").write_text(_CHATML)
+    return path
+
+
+def make_tiny_install(
+    family: str,
+    path: str | os.PathLike[str],
+    *,
+    variant: str | None = None,
+    seed: int = 0,
+    bits: int | None = None,
+    group_size: int | None = None,
+    dtype: str = "bfloat16",
+) -> Path:
+    """Convert a tiny checkpoint into an install at ``path``, replacing one that is there; returns the path.
+
+    ``bits`` and ``group_size`` are those of ``convert``: by default INT4 in groups of 64, 16 for no quantization.
+    """
+    from turbospark_mlx.convert import convert
+
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = tiny_checkpoint(family, Path(folder) / f"tiny-{family}", variant=variant, seed=seed, dtype=dtype)
+        convert(checkpoint, path, bits=bits, group_size=group_size, overwrite=True, progress=False)
+    return Path(path)
+
+
+_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_MERGES = "Ġ t,h e,Ġt he,i n,a n,Ġ a,o n,r e,e r,Ġa n,Ġan d,Ġ o,Ġo f,in g,Ġ c,l l,e ll,Ġ w"
+_CHATML = """\
+{%- for message in messages -%}
+{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- '<|im_start|>assistant\\n' -}}
+{%- endif -%}
+"""
+
+
+def _tokenizer() -> Any:
+    """Byte-level BPE with a few merges of common English pairs."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    merges = [tuple(pair.split(" ")) for pair in _MERGES.split(",")]
+    tokens = [*_SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in merges)]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in _SPECIAL])
+    return tokenizer
