@@ -1,7 +1,8 @@
 """Checkpoints from the Hugging Face hub, through the hub library's own cache.
 
-Only what a conversion reads is fetched, at one commit. An interrupted download goes on where it stopped; ``HF_HOME``,
-``HF_ENDPOINT``, ``HF_TOKEN`` and ``HF_HUB_OFFLINE`` mean what they mean everywhere.
+Only what a conversion reads is fetched, at one commit. A broken connection is taken up at the byte where it broke;
+after a kill, whole files are kept and the one under way starts again. ``HF_HOME``, ``HF_ENDPOINT``, ``HF_TOKEN`` and
+``HF_HUB_OFFLINE`` mean what they mean everywhere.
 """
 
 from __future__ import annotations
@@ -46,16 +47,8 @@ def fetch_repository(repo_id: str, revision: str | None = None, progress: bool =
     repository, _, file = repo_id.partition(":")
     if not REPOSITORY.fullmatch(repository) or (file and not file.endswith(".gguf")):
         raise StoreError(f"{repo_id}: is not a hub repository. Write owner/name, or owner/name:FILE.gguf for one file.")
-    try:
-        with _progress_bars(progress):
-            return _fetch(repository, revision, file, progress)
-    except OSError as error:
-        if error.errno == errno.ENOSPC:
-            raise StoreError(
-                f"{repo_id}: the disk of {constants.HF_HUB_CACHE} is full. Make room, or move the cache with HF_HOME; "
-                "the download then goes on where it stopped."
-            ) from error
-        raise
+    with _progress_bars(progress):
+        return _fetch(repository, revision, file, progress)
 
 
 def _fetch(repository: str, revision: str | None, file: str, progress: bool) -> Path:
@@ -72,17 +65,25 @@ def _fetch(repository: str, revision: str | None, file: str, progress: bool) -> 
 
     try:
         wanted = _wanted(files, file, read_index, where)
+        # By its name, not by its commit: so the cache learns which commit the name stood for, and can serve it offline.
         folder = huggingface_hub.snapshot_download(
-            repository, revision=info.sha, allow_patterns=[glob.escape(name) for name in wanted]
+            repository, revision=revision, allow_patterns=[glob.escape(name) for name in wanted]
         )
     except StoreError:
         raise
     except Exception as error:
         _raise_if_refused(error, repository, revision)
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            raise StoreError(
+                f"{where}: the disk of {constants.HF_HUB_CACHE} is full. Make room, or move the cache with HF_HOME, "
+                "and run the same command again; whole files are kept."
+            ) from error
         raise StoreError(
-            f"{where}: the download was interrupted: {_reason(error)}. Run the same command again; it goes on where "
-            "it stopped."
+            f"{where}: the download was interrupted: {_reason(error)}. Run the same command again; whole files are "
+            "kept."
         ) from error
+    if Path(folder).name != info.sha:
+        raise StoreError(f"{where}: was changed during the download. Run the same command again.")
     hashes = {name: files[name].lfs.sha256 for name in wanted if files[name].lfs}
     _check(Path(folder), {name: files[name].size for name in wanted}, hashes, where, progress)
     return Path(folder, file)
