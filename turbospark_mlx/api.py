@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -53,16 +54,12 @@ def prompt_ids(tokenizer: Tokenizer, prompt: Prompt, template_variables: Mapping
     if prompt and all(isinstance(message, Mapping) for message in prompt):
         return tokenizer.apply_chat_template(prompt, **(template_variables or {}))
     try:
-        return [_index(i) for i in prompt]
+        return [operator.index(i) for i in prompt]
     except TypeError:
         kinds = sorted({type(item).__name__ for item in prompt})
         raise OptionError(
             f"prompt is a list of {' and '.join(kinds)}; give text, token ids, or a list of messages."
         ) from None
-
-
-def _index(value: Any) -> int:
-    return value.__index__()
 
 
 def stream_generate(

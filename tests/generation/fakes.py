@@ -1,5 +1,7 @@
 """A runner and a tokenizer of a few lines each, whose answers can be worked out on paper."""
 
+from types import SimpleNamespace
+
 import mlx.core as mx
 import numpy as np
 
@@ -23,6 +25,14 @@ class ScriptedRunner:
         self.fed = []
         self.resets = 0
         self.closed = False
+        self.tokenizer = Letters()
+        self.model = SimpleNamespace(args=SimpleNamespace(vocab_size=VOCAB, max_position_embeddings=max_context))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
 
     def reuse(self, ids):
         common = 0

@@ -31,7 +31,7 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
-    parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="the prompt; - reads it from stdin")
+    parser.add_argument("prompt", metavar="PROMPT", help="the prompt; - reads it from stdin")
     parser.add_argument("--system", metavar="TEXT", help="system message")
     parser.add_argument("--raw", action="store_true", help="no chat template: complete the text")
     parser.add_argument(
@@ -46,10 +46,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.raw and args.system is not None:
         args.usage_error("--system needs the chat template, which --raw leaves out")
-    if args.prompt is None and sys.stdin.isatty():
-        args.usage_error("PROMPT is missing; give a text, or - for stdin")
     # The newline that ends a piped prompt is the shell's, not the author's.
-    prompt = terminal.read_text("-").removesuffix("\n") if args.prompt in (None, "-") else args.prompt
+    prompt = terminal.read_text("-").removesuffix("\n") if args.prompt == "-" else args.prompt
     sampling = sampling_options(args)
     terminal.write_anything()
     with open_runner(args, args.max_context) as runner:
