@@ -52,6 +52,7 @@ def write_gguf(
     stored: dict[str, np.ndarray] | None = None,
     architecture: str = "llama",
     extra=lambda writer: None,
+    dequantize: bool = True,
 ) -> dict[str, np.ndarray]:
     """Write a GGUF file; ``types`` gives the type of tensors by published name, ``stored`` their bytes outright.
 
@@ -91,6 +92,8 @@ def write_gguf(
         if data is None:
             data = array if type == "F32" else quantize(array, type)
         writer.add_tensor(gguf_name(name), data, raw_dtype=kind)
+        if not dequantize:
+            continue
         with np.errstate(invalid="ignore"):
             dequantized = gguf.quants.dequantize(np.asarray(data), kind).reshape(shape)
         if permuted:

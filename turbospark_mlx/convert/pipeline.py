@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import time
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
+from turbospark_mlx.catalog import REPOSITORY
 from turbospark_mlx.convert.affine import quantize_affine
 from turbospark_mlx.convert.floats import all_finite, from_float32, to_float32
 from turbospark_mlx.convert.gguf_source import open_gguf
@@ -22,7 +22,6 @@ from turbospark_mlx.errors import ConvertError, OptionError
 from turbospark_mlx.gturbo import InstallWriter, TensorSpec
 from turbospark_mlx.protocols import AffineFormat
 
-_REPOSITORY = re.compile(r"([\w.-]+/[\w.-]+)(:.+\.gguf)?")
 # For the manifest, the layout file and the index, whose size follows from the number of tensors.
 _RESERVE_BYTES = 1 << 25
 
@@ -68,12 +67,12 @@ def _locate(source: str | Path, progress: bool) -> tuple[Path, str | None]:
     path = Path(source)
     if path.exists():
         return path, None
-    repository = _REPOSITORY.fullmatch(str(source))
-    if not repository:
+    repository = str(source).partition(":")[0]
+    if not REPOSITORY.fullmatch(repository):
         raise ConvertError(f"{source}: does not exist. Give a directory, a .gguf file, or a hub repository owner/name.")
     from turbospark_mlx.convert.download import fetch_repository
 
-    return fetch_repository(str(source), progress=progress), repository[1]
+    return fetch_repository(str(source), progress=progress), repository
 
 
 def _open(path: Path, model_id: str | None) -> Source:
@@ -110,13 +109,18 @@ def _write(source: Source, made: Plan, directory: Path, report: ConversionReport
     for name, data in source.side_files.items():
         writer.add_side_file(name, data)
     arch, extension = source.config.to_manifest()
-    with _bar("hash", weight_bytes + side_bytes, progress) as bar:
+    with _bar("hash", weight_bytes, progress) as bar:
+
+        def advance(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
         writer.finish(
             arch=arch,
             extension=extension,
             elder_assumption=source.config.elder_assumption(),
             model_id=source.model_id,
-            progress=lambda done, _: bar.update(done - bar.n),
+            progress=advance,
         )
     return writer
 
