@@ -6,6 +6,7 @@ sizes and hashes agree with the files, ``write`` puts everything into a director
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -26,10 +27,13 @@ class Handmade:
     files: dict[str, bytes]
     unlisted: dict[str, bytes] = field(default_factory=dict)
 
+    def copy(self) -> Handmade:
+        return Handmade(json.loads(dump(self.manifest)), dict(self.files), dict(self.unlisted))
+
     def seal(self) -> Handmade:
         """State the size and hash of every file in the manifest."""
         self.manifest["files"] = {
-            name: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in self.files.items()
+            name: {"size": len(data), "sha256": _digest(data)} for name, data in self.files.items()
         }
         return self
 
@@ -42,8 +46,13 @@ class Handmade:
         return directory
 
 
+@functools.lru_cache(64)
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
 def dump(document: object) -> bytes:
-    return json.dumps(document, indent=1).encode()
+    return json.dumps(document).encode()
 
 
 def index(entries: list[tuple], *, align: int = 1, page: int = 16384) -> bytes:

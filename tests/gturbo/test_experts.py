@@ -124,7 +124,6 @@ def put(*path_and_value):
 
 
 E0 = ("layers", 0, "experts", 0)
-T0 = (*E0, "tensors")
 
 
 def all_tensors(role, key, value):
@@ -180,8 +179,8 @@ RULES = {
     "size 0": (put(*E0, "size", 0), "size is 0"),
     "size above the stride": (put(*E0, "size", 8193), "size is 8193"),
     "sizes differ": (put(*E0[:3], 1, "size", 8000), r"experts\[1\].size is 8000"),
-    "tensors differ": (put(*T0, "gate", "offset", 16), "differ from those of the layer's first"),
-    "tensors missing": (put(*T0, None), r"experts\[0\].tensors is missing"),
+    "tensors differ": (put(*E0[:3], 1, "tensors", "gate", "offset", 16), "differ from those of the layer's first"),
+    "tensors missing": (put(*E0, "tensors", None), r"experts\[0\].tensors is missing"),
     "unknown dtype": (all_tensors("gate", "dtype", "q9_9"), "gate.dtype is 'q9_9'"),
     "no dtype": (all_tensors("gate", "dtype", None), "gate.dtype is missing"),
     "shape of nothing": (all_tensors("gate", "shape", []), "gate.shape has 0 axes"),

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from turbospark_mlx.errors import InstallError
-from turbospark_mlx.gturbo import Install
+from turbospark_mlx.gturbo import Install, strict_json
 
 from . import handmade
 from .handmade import ROOT
@@ -314,3 +314,10 @@ def test_what_no_engine_of_ours_runs_is_refused_unless_asked(change, message, tm
         open_changed(tmp_path, change)
     with Install.open(tmp_path / "i.gturbo", verify="off", allow_unrunnable=True) as install:
         assert message in install.obstacles[0]
+
+
+def test_a_text_of_very_many_values_is_refused_before_it_is_parsed(tmp_path, monkeypatch):
+    monkeypatch.setattr(strict_json, "MAX_VALUES", 1000)
+    with pytest.raises(InstallError, match="more than 1000 JSON values"):
+        open_changed(tmp_path, put("quant", [[]] * 400))
+    open_changed(tmp_path / "b", put("note", "[]," * 400 + '\\"[[[' * 400)).close()

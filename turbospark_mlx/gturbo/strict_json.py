@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
@@ -24,20 +23,17 @@ MAX_VALUES = 8_000_000
 U32_MAX = (1 << 32) - 1
 U64_MAX = (1 << 64) - 1
 
-_NOT_STRUCTURE = re.compile(rb'"(?:[^"\\]+|\\.)*+"?|[^"\[\]{},]++', re.DOTALL)
+_OPENING, _CLOSING, _COMMA = 1, -1, 2
+_STRUCTURE = np.zeros(256, dtype=np.int8)
+_STRUCTURE[list(b"[{")] = _OPENING
+_STRUCTURE[list(b"]}")] = _CLOSING
+_STRUCTURE[list(b",")] = _COMMA
 _MISSING: Any = object()
 
 
 def parse(data: bytes, label: str) -> Any:
     """The value of a JSON text. Raises InstallError naming ``label``."""
-    structure = np.frombuffer(_NOT_STRUCTURE.sub(b"", data), dtype=np.uint8)
-    if structure.size > MAX_VALUES:
-        raise damaged(label, f"holds more than {MAX_VALUES} JSON values")
-    brackets = structure[structure != ord(",")]
-    # Bit 1 tells the opening brackets [ and { from the closing ones.
-    depth = np.cumsum((brackets & 2).astype(np.int32) - 1)
-    if depth.size and depth.max() > MAX_DEPTH:
-        raise damaged(label, f"nests JSON deeper than {MAX_DEPTH} levels")
+    _check_structure(data, label)
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         made = dict(items)
@@ -61,6 +57,19 @@ def parse(data: bytes, label: str) -> Any:
         return json.loads(text, object_pairs_hook=pairs, parse_constant=constant, parse_float=finite)
     except ValueError as error:
         raise damaged(label, f"is not valid JSON: {error}") from None
+
+
+def _check_structure(data: bytes, label: str) -> None:
+    """Bound depth and size before the parser recurses and allocates: brackets and commas outside strings."""
+    text = np.frombuffer(data.replace(b"\\\\", b"").replace(b'\\"', b""), dtype=np.uint8)
+    in_string = np.logical_xor.accumulate(text == ord('"'))
+    structure = _STRUCTURE[text]
+    structure = structure[(structure != 0) & ~in_string]
+    if structure.size > MAX_VALUES:
+        raise damaged(label, f"holds more than {MAX_VALUES} JSON values")
+    depth = np.cumsum(structure[structure != _COMMA], dtype=np.int32)
+    if depth.size and depth.max() > MAX_DEPTH:
+        raise damaged(label, f"nests JSON deeper than {MAX_DEPTH} levels")
 
 
 class Record:
