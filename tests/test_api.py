@@ -104,7 +104,7 @@ def test_template_variables_reach_the_template(made, monkeypatch):
 
 
 def test_sampling_options_come_as_keywords_or_as_one_object(made):
-    options = {"temperature": 1.0, "top_k": 5, "seed": 11}
+    options = {"temperature": 9.0, "top_k": 20, "seed": 11}
     tokens = [
         [r.token for r in stream_generate(made.model, TOKENIZER, "hi", max_tokens=5, **keywords)]
         for keywords in (

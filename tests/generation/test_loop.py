@@ -8,8 +8,9 @@ import pytest
 
 from tests.generation.fakes import VOCAB, Letters, ScriptedRunner
 from turbospark_mlx.errors import ContextError, GenerationError, OptionError
+from turbospark_mlx.generation import loop
 from turbospark_mlx.generation.loop import Request, admit, generate_tokens
-from turbospark_mlx.generation.sampling import SamplingOptions
+from turbospark_mlx.generation.sampling import Sampler, SamplingOptions
 
 PROMPT = [30, 1, 2, 3, 4, 5]
 
@@ -230,6 +231,20 @@ def test_draws_do_not_depend_on_reuse():
     again = run(runner, max_tokens=15, sampling=SamplingOptions(temperature=1.0, seed=other[0].seed))
     assert [r.token for r in again] == [r.token for r in other]
     assert [r.token for r in other] != [r.token for r in first]
+    sampler = Sampler(sampling, VOCAB)
+    drawn = [sampler.choose(sampler.process(row), len(PROMPT) + n) for n, row in enumerate(rows[:15])]
+    assert [r.token for r in first] == drawn
+
+
+def test_rates_count_what_was_run(monkeypatch):
+    seconds = iter(range(1000))
+    monkeypatch.setattr(loop.time, "perf_counter", lambda: next(seconds))  # every step takes one second
+    runner = ScriptedRunner(letters("abcde"))
+    assert {r.prompt_tps for r in run(runner, max_tokens=5)} == {6.0}
+    second = run(runner, max_tokens=5)
+    assert {r.prompt_tps for r in second} == {1.0}
+    # A token after the first takes one step of the model and one of the sampler; the first only the latter.
+    assert [r.generation_tps for r in second] == [0, 1 / 3, 2 / 5, 3 / 7, 4 / 9]
 
 
 def test_mlx_lm_logits_processors_and_samplers_plug_in():
