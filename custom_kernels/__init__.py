@@ -5,9 +5,17 @@ in float32. A reference is the op's definition and may be slow.
 """
 
 from turbospark_mlx.custom_kernels import backends
-from turbospark_mlx.custom_kernels.affine import affine_embedding, affine_matmul
+from turbospark_mlx.custom_kernels.affine import affine_embedding, affine_matmul, gated_affine_matmul
 from turbospark_mlx.custom_kernels.dense import dense_matmul
 from turbospark_mlx.custom_kernels.norm import rms_norm
 from turbospark_mlx.custom_kernels.sdpa import attention
 
-__all__ = ["affine_embedding", "affine_matmul", "attention", "backends", "dense_matmul", "rms_norm"]
+__all__ = [
+    "affine_embedding",
+    "affine_matmul",
+    "attention",
+    "backends",
+    "dense_matmul",
+    "gated_affine_matmul",
+    "rms_norm",
+]

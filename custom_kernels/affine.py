@@ -9,7 +9,9 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 
+from turbospark_mlx.custom_kernels import gemv
 from turbospark_mlx.custom_kernels.backends import Backend, blas
+from turbospark_mlx.custom_kernels.norm import rms_norm, rms_norm_reference
 from turbospark_mlx.errors import OptionError
 
 BLAS_ROWS = 3
@@ -35,10 +37,15 @@ def check_affine(op: str, width: int | None, weight, scales, biases, *, bits: in
     return columns
 
 
-def affine_matmul_reference(x, weight, scales, biases, *, bits: int, group_size: int, bias=None) -> mx.array:
+def affine_matmul_reference(
+    x, weight, scales, biases, *, bits: int, group_size: int, bias=None, norm_weight=None, eps=None, residual=None
+) -> mx.array:
     """Definition of `affine_matmul`."""
+    y = x.astype(mx.float32)
+    if norm_weight is not None:
+        y = rms_norm_reference(y, norm_weight, eps=eps)
     y = mx.quantized_matmul(
-        x.astype(mx.float32),
+        y,
         weight,
         scales.astype(mx.float32),
         biases.astype(mx.float32),
@@ -46,7 +53,10 @@ def affine_matmul_reference(x, weight, scales, biases, *, bits: int, group_size:
         group_size=group_size,
         bits=bits,
     )
-    return (y if bias is None else y + bias.astype(mx.float32)).astype(x.dtype)
+    for added in (bias, residual):
+        if added is not None:
+            y = y + added.astype(mx.float32)
+    return y.astype(x.dtype)
 
 
 def affine_matmul(
@@ -58,27 +68,91 @@ def affine_matmul(
     bits: int,
     group_size: int,
     bias: mx.array | None = None,
+    norm_weight: mx.array | None = None,
+    eps: float | None = None,
+    residual: mx.array | None = None,
     backend: Backend,
 ) -> mx.array:
-    """``x @ W.T + bias`` for an affine-quantized ``W [N, K]``.
+    """``norm(x) @ W.T + bias + residual`` for an affine-quantized ``W [N, K]``; what is None is left out.
 
-    ``x [..., K]`` -> ``[..., N]`` in the dtype of ``x``; ``bias [N]``. Uses MLX's product on GPUs; on a CPU, MLX's for
-    one or two rows in float32 and numpy's BLAS on dequantized tiles for more. Raises OptionError for parts that do not
-    fit.
+    ``x [..., K]`` -> ``[..., N]`` in the dtype of ``x``; ``bias [N]``, ``residual [..., N]``. ``norm_weight [K]`` with
+    ``eps`` stands for `norm.rms_norm` of ``x``. Up to 8 rows run in our kernel. Without it and for more rows, GPUs use
+    MLX's product, and a CPU MLX's for one or two rows in float32 and numpy's BLAS on dequantized tiles for more. Raises
+    OptionError for parts that do not fit.
     """
-    columns = check_affine("affine_matmul", x.shape[-1], weight, scales, biases, bits=bits, group_size=group_size)
+    check_affine("affine_matmul", x.shape[-1], weight, scales, biases, bits=bits, group_size=group_size)
+    _check_norm("affine_matmul", x, norm_weight, eps)
     if x.size == 0:
         return mx.zeros((*x.shape[:-1], weight.shape[0]), dtype=x.dtype)
-    if backend.device == "cpu":
-        if x.size // columns >= BLAS_ROWS:
-            backend.count("affine_matmul", "blas")
-            return blas.affine_matmul(x, weight, scales, biases, bits=bits, group_size=group_size, bias=bias)
+    matrix = {"bits": bits, "group_size": group_size}
+    if gemv.serves(x, weight, backend):
+        backend.count("affine_matmul", "kernel")
+        options = {"norm_weight": norm_weight, "eps": eps, "bias": bias, "residual": residual}
+        return gemv.gemv(x, weight, scales, biases, **matrix, gated=False, **options, backend=backend)
+    if norm_weight is not None:
+        x = rms_norm(x, norm_weight, eps=eps, backend=backend)
+    if backend.device == "cpu" and x.size // x.shape[-1] >= BLAS_ROWS:
+        backend.count("affine_matmul", "blas")
+        y = blas.affine_matmul(x, weight, scales, biases, **matrix, bias=bias)
+    else:
         backend.count("affine_matmul", "mlx")
-        return affine_matmul_reference(x, weight, scales, biases, bits=bits, group_size=group_size, bias=bias)
-    # MLX's GPU products accumulate in float32, so the activations stay in their own dtype there.
-    backend.count("affine_matmul", "mlx")
-    y = mx.quantized_matmul(x, weight, scales, biases, transpose=True, group_size=group_size, bits=bits)
-    return (y if bias is None else y + bias).astype(x.dtype)
+        if backend.device == "cpu":
+            return affine_matmul_reference(x, weight, scales, biases, **matrix, bias=bias, residual=residual)
+        # MLX's GPU products accumulate in float32, so the activations stay in their own dtype there.
+        y = mx.quantized_matmul(x, weight, scales, biases, transpose=True, **matrix)
+        y = y if bias is None else y + bias
+    return (y if residual is None else y + residual).astype(x.dtype)
+
+
+def gated_affine_matmul_reference(
+    x, weight, scales, biases, *, bits: int, group_size: int, norm_weight=None, eps=None
+) -> mx.array:
+    """Definition of `gated_affine_matmul`."""
+    matrix = {"bits": bits, "group_size": group_size}
+    wide = x.astype(mx.float32)
+    both = affine_matmul_reference(wide, weight, scales, biases, **matrix, norm_weight=norm_weight, eps=eps)
+    return _gate(both).astype(x.dtype)
+
+
+def _gate(both: mx.array) -> mx.array:
+    gate, up = mx.split(both, 2, axis=-1)
+    return gate * mx.sigmoid(gate) * up
+
+
+def gated_affine_matmul(
+    x: mx.array,
+    weight: mx.array,
+    scales: mx.array,
+    biases: mx.array,
+    *,
+    bits: int,
+    group_size: int,
+    norm_weight: mx.array | None = None,
+    eps: float | None = None,
+    backend: Backend,
+) -> mx.array:
+    """``silu(norm(x) @ G.T) * (norm(x) @ U.T)``, where ``W [2 F, K]`` holds the rows of ``G`` and then those of ``U``.
+
+    ``x [..., K]`` -> ``[..., F]`` in the dtype of ``x``; see `affine_matmul` for the rest (SwiGLU, Shazeer, 2020).
+    """
+    check_affine("gated_affine_matmul", x.shape[-1], weight, scales, biases, bits=bits, group_size=group_size)
+    _check_norm("gated_affine_matmul", x, norm_weight, eps)
+    if weight.shape[0] % 2:
+        raise OptionError(f"gated_affine_matmul: {weight.shape[0]} rows cannot be as many gate rows as up rows")
+    if x.size == 0:
+        return mx.zeros((*x.shape[:-1], weight.shape[0] // 2), dtype=x.dtype)
+    options = {"bits": bits, "group_size": group_size, "norm_weight": norm_weight, "eps": eps}
+    if gemv.serves(x, weight, backend):
+        backend.count("gated_affine_matmul", "kernel")
+        return gemv.gemv(x, weight, scales, biases, **options, gated=True, bias=None, residual=None, backend=backend)
+    return _gate(affine_matmul(x, weight, scales, biases, **options, backend=backend))
+
+
+def _check_norm(op: str, x: mx.array, norm_weight: mx.array | None, eps: float | None) -> None:
+    if (norm_weight is None) != (eps is None):
+        raise OptionError(f"{op}: norm_weight and eps belong together")
+    if norm_weight is not None and norm_weight.shape != x.shape[-1:]:
+        raise OptionError(f"{op}: norm_weight is {list(norm_weight.shape)}, but x has {x.shape[-1]} columns")
 
 
 def affine_embedding_reference(ids, weight, scales, biases, *, bits: int, group_size: int, dtype) -> mx.array:

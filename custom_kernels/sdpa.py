@@ -6,6 +6,7 @@ from typing import Literal
 
 import mlx.core as mx
 
+from turbospark_mlx.custom_kernels import decode_attention
 from turbospark_mlx.custom_kernels.backends import Backend, blas
 from turbospark_mlx.errors import OptionError
 
@@ -70,9 +71,9 @@ def attention(
     ``h`` reads KV head ``h * KV // H``. Keys are in time order and the queries are the last ``L`` of the ``S``
     positions. ``mask`` is None, ``"causal"``, or an array that broadcasts to ``[B, H, L, S]``: boolean (True is
     visible) or additive. ``window`` hides keys older than the query's own and the ``window - 1`` before it. ``sinks
-    [H]`` are logits that take part in the softmax without a value. A query that sees no key gives 0. Uses
-    `mx.fast.scaled_dot_product_attention` on GPUs (which gives NaN for a query that sees no key) and numpy's BLAS on a
-    CPU. Raises OptionError for shapes that do not fit.
+    [H]`` are logits that take part in the softmax without a value. A query that sees no key gives 0. Up to 8 query rows
+    without a mask array run in our kernels; others in `mx.fast.scaled_dot_product_attention` on GPUs (which gives NaN
+    for a query that sees no key) and in numpy's BLAS on a CPU. Raises OptionError for shapes that do not fit.
     """
     (batch, heads, length, head_dim), (_, kv_heads, keys, _) = q.shape, k.shape
     if k.shape != (batch, kv_heads, keys, head_dim) or v.shape[:3] != k.shape[:3] or heads % kv_heads or keys < length:
@@ -86,6 +87,11 @@ def attention(
         raise OptionError(f"attention: window={window}; a window holds at least the query's own position")
     if q.size == 0:
         return mx.zeros((batch, heads, length, v.shape[-1]), dtype=q.dtype)
+    if decode_attention.serves(q, k, v, mask, backend):
+        backend.count("attention", "kernel")
+        return decode_attention.decode_attention(
+            q, k, v, scale=scale, causal=mask is not None, window=window, sinks=sinks, backend=backend
+        )
     if backend.device == "cpu":
         backend.count("attention", "blas")
         return blas.attention(q, k, v, scale=scale, mask=mask, window=window, sinks=sinks)

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import mlx.core as mx
 
+from turbospark_mlx.custom_kernels.backends import cuda, host, metal
+from turbospark_mlx.custom_kernels.backends.kernel import Launch
 from turbospark_mlx.errors import BackendError
 
-KERNELS = ("auto", "reference")
+KERNELS = ("auto", "metal", "cuda", "host", "reference")
 
 
 @dataclass(frozen=True)
 class Backend:
     """What was chosen to run the ops, and how often each way of running each op was taken.
 
-    ``device`` is ``"cpu"`` or ``"gpu"``. ``reason`` is one sentence for the user. ``counters`` maps ``(op, path)`` to a
-    number of calls, where path is ``"mlx"`` (plain mlx) or ``"blas"`` (numpy's BLAS, on a CPU).
+    ``device`` is ``"cpu"`` or ``"gpu"``. ``reason`` is one sentence for the user. ``launch`` runs one of our kernels,
+    or is None where there are none. ``counters`` maps ``(op, path)`` to a number of calls, where path is ``"kernel"``,
+    ``"mlx"`` (plain mlx) or ``"blas"`` (numpy's BLAS, on a CPU).
     """
 
     name: str
     device: str
     reason: str
+    launch: Callable[[Launch, tuple[mx.array, ...]], list[mx.array]] | None = field(
+        default=None, compare=False, repr=False
+    )
     counters: Counter[tuple[str, str]] = field(default_factory=Counter, compare=False, repr=False)
 
     def count(self, op: str, path: str) -> None:
@@ -30,13 +37,33 @@ class Backend:
 
 
 def select(kernels: str = "auto") -> Backend:
-    """Choose the back end for ``kernels``: ``"auto"`` or ``"reference"``.
+    """Choose the back end for ``kernels``: ``"auto"``, ``"metal"``, ``"cuda"``, ``"host"`` or ``"reference"``.
 
-    Raises BackendError for a name that does not exist or that cannot run on this machine.
+    ``"auto"`` takes the one of MLX's default device; on a CPU without a C++ compiler it takes ``"reference"`` and says
+    what to install. Raises BackendError for a name that does not exist or that cannot run on this machine.
     """
     if kernels not in KERNELS:
         raise BackendError(f"kernels={kernels!r}: no such back end; choose one of {', '.join(KERNELS)}")
-    device = "gpu" if mx.default_device().type == mx.DeviceType.gpu else "cpu"
-    if device == "gpu":
-        return Backend("reference", device, "MLX's own operations on its GPU")
-    return Backend("reference", device, "MLX's own operations and numpy's BLAS on the CPU")
+    on_gpu = mx.default_device().type == mx.DeviceType.gpu
+    available = {"metal": on_gpu and mx.metal.is_available(), "cuda": on_gpu and mx.cuda.is_available()}
+    if kernels == "auto":
+        kernels = next((name for name, there in available.items() if there), "reference" if on_gpu else "host")
+        if kernels == "host":
+            try:
+                return Backend("host", "cpu", host.describe(), host.launch)
+            except BackendError as error:
+                return Backend("reference", "cpu", f"MLX's own operations and numpy's BLAS, because {error}")
+    if kernels in available:
+        if not available[kernels]:
+            raise BackendError(
+                f"kernels={kernels!r}: MLX's default device here is {mx.default_device()}; try kernels='auto'"
+            )
+        module = metal if kernels == "metal" else cuda
+        return Backend(kernels, "gpu", f"our kernels through mx.fast.{kernels}_kernel", module.launch)
+    if kernels == "host":
+        if on_gpu:
+            raise BackendError("kernels='host' runs on a CPU; call mlx.core.set_default_device(mlx.core.cpu) first")
+        return Backend("host", "cpu", host.describe(), host.launch)
+    return Backend(
+        "reference", "gpu" if on_gpu else "cpu", "MLX's own operations" + ("" if on_gpu else " and numpy's BLAS")
+    )

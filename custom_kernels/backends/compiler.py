@@ -1,0 +1,120 @@
+"""Compiled code for the CPU: finds a C++ compiler, and keeps what it makes on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from turbospark_mlx.errors import BackendError
+
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native",
+    "-shared",
+    "-fPIC",
+    "-fno-exceptions",
+    "-fno-rtti",
+    "-ffp-contract=fast",
+    # Sums may be reordered, which vector code needs; NaN and infinity keep their meaning, which -ffast-math takes away.
+    "-fassociative-math",
+    "-fno-signed-zeros",
+    "-fno-trapping-math",
+    "-fno-math-errno",
+    "-w",
+)
+if sys.platform == "darwin":
+    # Python's own functions are found when the library is loaded into it.
+    FLAGS += ("-undefined", "dynamic_lookup")
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """A command that takes FLAGS, and a text that changes when the compiler does."""
+
+    name: str
+    command: tuple[str, ...]
+    identity: str
+
+
+def candidates() -> list[Compiler]:
+    """The compilers of this machine, best first. Nothing is run."""
+    found = []
+    if importlib.util.find_spec("ziglang"):
+        command = (sys.executable, "-m", "ziglang", "c++", "-nostdlib++")
+        found.append(Compiler("ziglang", command, importlib.metadata.version("ziglang")))
+    for name in ("clang++", "g++"):
+        if path := shutil.which(name):
+            real = os.path.realpath(path)
+            status = os.stat(real)
+            found.append(Compiler(name, (path,), f"{real} {status.st_size} {status.st_mtime_ns}"))
+    return found
+
+
+@cache
+def cpu_features() -> str:
+    """A text that differs between CPUs for which -march=native makes different code."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    kept = {line for line in lines if line.startswith(("flags", "Features", "model name", "CPU part"))}
+    return "\n".join([platform.machine(), platform.processor(), *sorted(kept)])
+
+
+def cache_directory() -> Path:
+    """``cache/kernels`` in ``$TURBOSPARK_HOME``, private to the user. Raises BackendError where it cannot be."""
+    home = Path(os.environ.get("TURBOSPARK_HOME") or Path.home() / ".turbospark")
+    path = home / "cache" / "kernels"
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = path.stat()
+    except OSError as error:
+        raise BackendError(
+            f"{path}: compiled kernels cannot be kept there ({error.strerror}); set TURBOSPARK_HOME to a directory "
+            "that you can write"
+        ) from error
+    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise BackendError(
+            f"{path}: holds code that will be run, so it must belong to you with mode 0700; found owner "
+            f"{status.st_uid} and mode {status.st_mode & 0o777:04o}. Remove it or run: chmod 700 {path}"
+        )
+    return path
+
+
+def build(name: str, text: str, compiler: Compiler) -> Path:
+    """The shared library that ``text`` compiles to, from the cache or made new. Raises BackendError.
+
+    The key is everything that decides about the code: text, flags, compiler and CPU. A library is renamed into place
+    when it is complete, so an interrupted or concurrent build leaves nothing half made.
+    """
+    directory = cache_directory()
+    key = "\0".join([text, *FLAGS, compiler.identity, *compiler.command, cpu_features()])
+    library = directory / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:32]}.so"
+    if library.exists():
+        return library
+    # zig keeps its own cache of compiled runtime parts; beside ours it needs no writable home.
+    environment = os.environ | {f"ZIG_{kind}_CACHE_DIR": str(directory / "zig") for kind in ("GLOBAL", "LOCAL")}
+    with tempfile.TemporaryDirectory(dir=directory) as scratch:
+        source, made = Path(scratch) / f"{name}.cpp", Path(scratch) / "made.so"
+        source.write_text(text, encoding="utf-8")
+        command = [*compiler.command, *FLAGS, str(source), "-o", str(made)]
+        try:
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise BackendError(f"{compiler.name} could not compile the kernel {name}: {error}") from error
+        if done.returncode:
+            words = (done.stderr or done.stdout).strip()[:2000]
+            raise BackendError(f"{compiler.name} could not compile the kernel {name}:\n{words}")
+        os.replace(made, library)
+    return library

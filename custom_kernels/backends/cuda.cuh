@@ -1,0 +1,43 @@
+// Metal Shading Language for CUDA. What macros and functions cannot say is rewritten by cuda.py.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#define SIMD_WIDTH 32
+#define MAX_SIMDGROUPS 32
+#define UNROLL _Pragma("unroll")
+#define METAL_FUNC __device__ __forceinline__
+#define device
+#define constant
+#define threadgroup
+#define thread
+
+typedef unsigned int uint;
+typedef unsigned short ushort;
+typedef __half half;
+typedef __half2 half2;
+typedef __half float16_t;
+typedef __nv_bfloat16 bfloat16_t;
+
+namespace mem_flags {
+enum { mem_none, mem_device, mem_threadgroup };
+}
+
+template <typename To, typename From>
+METAL_FUNC To as_type(From from) {
+  static_assert(sizeof(To) == sizeof(From), "as_type keeps the size");
+  To to;
+  memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+METAL_FUNC void threadgroup_barrier(int) {
+  __syncthreads();
+}
+
+METAL_FUNC float simd_sum(float value) {
+  UNROLL
+  for (int distance = 16; distance > 0; distance >>= 1) {
+    value += __shfl_xor_sync(0xffffffffu, value, distance);
+  }
+  return value;
+}

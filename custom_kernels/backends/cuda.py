@@ -1,0 +1,46 @@
+"""Kernels on an NVIDIA GPU: the Metal text after a mechanical translation, through `mx.fast.cuda_kernel`."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+import mlx.core as mx
+
+from turbospark_mlx.custom_kernels.backends.kernel import METAL, Kernel, Launch, launch_on_gpu, read_source
+
+# Metal's thread attributes arrive as arguments; CUDA's are built in.
+ATTRIBUTES = """
+const uint3 threadgroup_position_in_grid = {blockIdx.x, blockIdx.y, blockIdx.z};
+const uint3 threadgroups_per_grid = {gridDim.x, gridDim.y, gridDim.z};
+const uint thread_index_in_simdgroup = threadIdx.x % 32, simdgroup_index_in_threadgroup = threadIdx.x / 32;
+const uint simdgroups_per_threadgroup = blockDim.x / 32;
+"""
+
+
+def translate(body: str) -> str:
+    """CUDA text of a Metal body: arrays in threadgroup memory get CUDA's word for it; the rest is done by macros."""
+    return ATTRIBUTES + re.sub(r"\bthreadgroup ([\w<>]+ \w+\[)", r"__shared__ \1", body)
+
+
+def header(kernel: Kernel) -> str:
+    shims = read_source(Path(__file__).parent / "cuda.cuh")
+    return "\n".join([shims, *(read_source(METAL / f"{name}.h") for name in kernel.headers)])
+
+
+@cache
+def _function(kernel: Kernel):
+    return mx.fast.cuda_kernel(
+        name=kernel.name,
+        input_names=list(kernel.inputs),
+        output_names=list(kernel.outputs),
+        source=translate(kernel.source),
+        header=header(kernel),
+        ensure_row_contiguous=not kernel.strided,
+    )
+
+
+def launch(call: Launch, inputs: tuple[mx.array, ...]) -> list[mx.array]:
+    """Add one kernel to the graph."""
+    return launch_on_gpu(_function(call.kernel), call, inputs)

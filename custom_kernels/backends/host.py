@@ -1,0 +1,144 @@
+"""Kernels on the CPU: the Metal text compiled by a C++ compiler, with simdgroups of one lane, on all cores.
+
+A launch reads MLX arrays through views of their memory, so it evaluates its inputs and cannot be traced.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+from turbospark_mlx.custom_kernels.backends import compiler
+from turbospark_mlx.custom_kernels.backends.kernel import METAL, Kernel, Launch, read_source
+from turbospark_mlx.errors import BackendError
+
+HERE = Path(__file__).parent
+TYPES = {
+    mx.float32: "float",
+    mx.float16: "half",
+    mx.bfloat16: "bfloat16_t",
+    mx.uint32: "uint",
+    mx.int32: "int",
+}
+NUMPY_TYPES = {mx.float32: np.float32, mx.int32: np.int32}
+SHAPE, STRIDES = 1, 2
+
+
+def thread_count() -> int:
+    """The cores that this process may use: its affinity, and the quota of its control group."""
+    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+    except (OSError, ValueError):
+        return available
+    return available if quota == "max" else max(1, min(available, int(quota) // int(period)))
+
+
+@cache
+def _chosen() -> tuple[compiler.Compiler, Callable[..., int]]:
+    """The first compiler that works, and the function that runs compiled kernels."""
+    failures = []
+    for candidate in compiler.candidates():
+        try:
+            library = compiler.build("runtime", read_source(HERE / "host_runtime.hpp"), candidate)
+        except BackendError as error:
+            failures.append(str(error))
+            continue
+        # PyDLL keeps the interpreter lock, which reading the arrays needs; the library releases it while kernels run.
+        launch = ctypes.PyDLL(str(library)).launch
+        launch.restype = ctypes.c_int
+        pointer, array, number = ctypes.c_void_p, ctypes.py_object, ctypes.c_uint32
+        launch.argtypes = [pointer, array, ctypes.c_char_p, array, number, number, ctypes.c_int]
+        return candidate, launch
+    found = "\n".join(failures) or "there is none"
+    raise BackendError(
+        f"kernels='host' needs a C++ compiler: {found}. Install one with: pip install ziglang (or clang++ or g++ from "
+        "your system's packages)"
+    )
+
+
+def describe() -> str:
+    """What runs the kernels, in one sentence. Raises BackendError where nothing can."""
+    return f"compiled by {_chosen()[0].name}, {thread_count()} threads"
+
+
+@cache
+def _runtime() -> tuple[Callable[..., int], int]:
+    return _chosen()[1], thread_count()
+
+
+def uses(kernel: Kernel, name: str) -> int:
+    """Whether the body reads the shape and the strides of an input. MLX decides by the same search."""
+    if not kernel.strided:
+        return 0
+    return SHAPE * (f"{name}_shape" in kernel.source) | STRIDES * (f"{name}_strides" in kernel.source)
+
+
+def source_text(call: Launch) -> str:
+    """The C++ text of one variant of a kernel: the shims, the headers, the parameters, and the body in a function."""
+    kernel = call.kernel
+    parts = [read_source(HERE / "host.h")]
+    for header in kernel.headers:
+        own = HERE / f"host_{header}.h"
+        parts.append(read_source(own if own.exists() else METAL / f"{header}.h"))
+    for name, value in call.template:
+        if isinstance(value, mx.Dtype):
+            parts.append(f"using {name} = {TYPES[value]};")
+        else:
+            parts.append(f"constexpr {'bool' if isinstance(value, bool) else 'int'} {name} = {int(value)};")
+    arguments = []
+    for name, dtype in zip(kernel.inputs, call.input_dtypes, strict=True):
+        arguments.append((f"const {TYPES[dtype]}*", name))
+        if uses(kernel, name) & SHAPE:
+            arguments.append(("const int*", f"{name}_shape"))
+        if uses(kernel, name) & STRIDES:
+            arguments.append(("const int64_t*", f"{name}_strides"))
+    for name, dtype in zip(kernel.outputs, call.output_dtypes, strict=True):
+        arguments.append((f"{TYPES[dtype]}*", name))
+    declared = ", ".join(" ".join(argument) for argument in arguments)
+    passed = ", ".join(f"({kind})buffers[{i}]" for i, (kind, _) in enumerate(arguments))
+    parts.append(f"""
+static void threadgroup_body({declared}, const uint3 threadgroup_position_in_grid, const uint3 threadgroups_per_grid) {{
+constexpr uint thread_index_in_simdgroup = 0, simdgroup_index_in_threadgroup = 0, simdgroups_per_threadgroup = 1;
+#line 1 "{kernel.name}.metal"
+{kernel.source}
+}}
+
+extern "C" void run(const void* const* buffers, const uint32_t* groups, uint32_t begin, uint32_t end) {{
+  for (uint32_t i = begin; i < end; ++i) {{
+    threadgroup_body({passed}, uint3{{i % groups[0], i / groups[0], 0}}, uint3{{groups[0], groups[1], 1}});
+  }}
+}}
+""")
+    return "\n".join(parts)
+
+
+@cache
+def _compiled(text: str, name: str) -> ctypes.CDLL:
+    return ctypes.CDLL(str(compiler.build(name, text, _chosen()[0])))
+
+
+@cache
+def _prepared(call: Launch) -> tuple[int, bytes, tuple]:
+    """The address of the compiled kernel, how it reads each input, and the types of its outputs for numpy."""
+    library = _compiled(source_text(call), call.kernel.name)
+    address = ctypes.cast(library.run, ctypes.c_void_p).value
+    outputs = tuple(zip(call.output_shapes, (NUMPY_TYPES[dtype] for dtype in call.output_dtypes), strict=True))
+    return address, bytes(uses(call.kernel, name) for name in call.kernel.inputs), outputs
+
+
+def launch(call: Launch, inputs: tuple[mx.array, ...]) -> list[mx.array]:
+    """Run one kernel and wait for it."""
+    address, reads, made = _prepared(call)
+    outputs = tuple(np.empty(shape, dtype) for shape, dtype in made)
+    run, threads = _runtime()
+    while status := run(address, inputs, reads, outputs, *call.groups, threads):
+        index = status - 1
+        inputs = (*inputs[:index], mx.contiguous(inputs[index]), *inputs[index + 1 :])
+    return [mx.array(output) for output in outputs]

@@ -1,0 +1,62 @@
+// The primitives of metal/affine.h for one core: a chunk is one vector of eight floats.
+
+template <typename T>
+struct Chunk {
+  Float8 values;
+};
+
+// A sum that is spread over eight lanes of a vector.
+typedef Float8 Partial;
+
+METAL_FUNC uint chunk_slot(uint block, uint j) {
+  return block * 4 + j;
+}
+
+METAL_FUNC Partial empty_partial() {
+  return Float8{};
+}
+
+METAL_FUNC float collapse(Partial sum) {
+  return ((sum[0] + sum[4]) + (sum[1] + sum[5])) + ((sum[2] + sum[6]) + (sum[3] + sum[7]));
+}
+
+template <typename T>
+METAL_FUNC void store_chunk(Chunk<T>& to, const float* values) {
+  memcpy(&to.values, values, sizeof to.values);
+}
+
+template <typename T>
+METAL_FUNC float sum_chunk(const Chunk<T>& from) {
+  return collapse(from.values);
+}
+
+// Words are read where they are used.
+template <int BITS>
+METAL_FUNC void load_words(const uint* from, uint* words) {
+  memcpy(words, from, BITS * sizeof(uint));
+}
+
+template <int BITS, typename T>
+METAL_FUNC Partial dot_chunk(const uint* words, int j, const Chunk<T>& x, Partial sum) {
+  Uint8 weights;
+  if (BITS == 8) {
+#if defined(__AVX2__)
+    weights = (Uint8)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(words + 2 * j)));
+#else
+    const uint low = words[2 * j], high = words[2 * j + 1];
+    weights = Uint8{low, low, low, low, high, high, high, high} >> Uint8{0, 8, 16, 24, 0, 8, 16, 24} & 255;
+#endif
+  } else if (BITS == 4) {
+    weights = (words[j] - Uint8{}) >> Uint8{0, 4, 8, 12, 16, 20, 24, 28} & 15;
+  } else {
+    for (int i = 0; i < 8; ++i) {
+      const int bit = (8 * j + i) * BITS;
+      uint value = words[bit / 32] >> (bit % 32);
+      if (bit % 32 + BITS > 32) {
+        value |= words[bit / 32 + 1] << (32 - bit % 32);
+      }
+      weights[i] = value & ((1u << BITS) - 1u);
+    }
+  }
+  return sum + __builtin_convertvector((Int8)weights, Float8) * x.values;
+}

@@ -1,0 +1,145 @@
+    // Attention of few query rows over one chunk of the keys. q [B, H, L, D] is contiguous; k [B, KV, S, D] and
+    // v [B, KV, S, E] are any views. The H / KV * L query rows that read one KV head lie side by side; a threadgroup takes
+    // QUERIES of them and chunk y of the keys. Simdgroups take KEYS keys at a time and keep a running peak, total and sum
+    // (Milakov and Gimelshein, 2018), which are merged in threadgroup memory.
+    //   SINGLE  the chunk is all there is: out [rows, E] is the result, sinks included
+    //   else    out [rows, chunks, E], peaks and totals [rows, chunks] go to attention_decode_combine
+    constexpr uint SHARE = H / KV * L;
+    constexpr uint SETS = (SHARE + QUERIES - 1) / QUERIES;
+    constexpr uint D_COUNT = (D + SIMD_WIDTH - 1) / SIMD_WIDTH;
+    constexpr uint E_COUNT = (E + SIMD_WIDTH - 1) / SIMD_WIDTH;
+    threadgroup float simd_peaks[MAX_SIMDGROUPS];
+    threadgroup float simd_totals[MAX_SIMDGROUPS];
+    threadgroup float simd_sums[SIMDGROUPS * E];
+
+    const uint lane = thread_index_in_simdgroup;
+    const uint simd = simdgroup_index_in_threadgroup;
+    const uint set = threadgroup_position_in_grid.x % SETS;
+    const uint kv_row = threadgroup_position_in_grid.x / SETS;
+    const uint chunk = threadgroup_position_in_grid.y, chunks = threadgroups_per_grid.y;
+    const device KV_T* keys = k + kv_row / KV * k_strides[0] + kv_row % KV * k_strides[1];
+    const device KV_T* values = v + kv_row / KV * v_strides[0] + kv_row % KV * v_strides[1];
+
+    const int length = k_shape[2];
+    const int oldest = WINDOW > 0 ? max(0, length - L - WINDOW + 1) : 0;
+    const int span = (length - oldest + int(chunks) - 1) / int(chunks);
+    const int begin = oldest + int(chunk) * span;
+    const int end = min(length, begin + span);
+
+    float query[QUERIES][D_COUNT], sum[QUERIES][E_COUNT], peak[QUERIES], total[QUERIES];
+    int position[QUERIES];
+    UNROLL
+    for (uint i = 0; i < QUERIES; ++i) {
+      const uint share = min(set * QUERIES + i, SHARE - 1);
+      load_lane<D, D_COUNT>(q + (kv_row * SHARE + share) * D, 1, lane, query[i]);
+      UNROLL
+      for (uint e = 0; e < D_COUNT; ++e) {
+        query[i][e] *= as_type<float>(SCALE_BITS);
+      }
+      UNROLL
+      for (uint e = 0; e < E_COUNT; ++e) {
+        sum[i][e] = 0.0f;
+      }
+      position[i] = length - L + int(share % L);
+      peak[i] = LOWEST_PEAK;
+      total[i] = 0.0f;
+    }
+
+    for (int first = begin + int(simd) * KEYS; first < end; first += SIMDGROUPS * KEYS) {
+      float score[QUERIES][KEYS];
+      UNROLL
+      for (int j = 0; j < KEYS; ++j) {
+        float key[D_COUNT];
+        load_lane<D, D_COUNT>(keys + min(first + j, end - 1) * k_strides[2], k_strides[3], lane, key);
+        UNROLL
+        for (uint i = 0; i < QUERIES; ++i) {
+          float dot = 0.0f;
+          UNROLL
+          for (uint e = 0; e < D_COUNT; ++e) {
+            dot += query[i][e] * key[e];
+          }
+          score[i][j] = simd_sum(dot);
+        }
+      }
+      UNROLL
+      for (uint i = 0; i < QUERIES; ++i) {
+        float highest = peak[i];
+        UNROLL
+        for (int j = 0; j < KEYS; ++j) {
+          const int t = first + j;
+          if (t >= end || (CAUSAL && t > position[i]) || (WINDOW > 0 && t + WINDOW <= position[i])) {
+            score[i][j] = -INFINITY;
+          }
+          highest = max(highest, score[i][j]);
+        }
+        const float shrink = exp(peak[i] - highest);
+        peak[i] = highest;
+        total[i] *= shrink;
+        UNROLL
+        for (uint e = 0; e < E_COUNT; ++e) {
+          sum[i][e] *= shrink;
+        }
+        UNROLL
+        for (int j = 0; j < KEYS; ++j) {
+          score[i][j] = exp(score[i][j] - highest);
+          total[i] += score[i][j];
+        }
+      }
+      UNROLL
+      for (int j = 0; j < KEYS; ++j) {
+        float value[E_COUNT];
+        load_lane<E, E_COUNT>(values + min(first + j, end - 1) * v_strides[2], v_strides[3], lane, value);
+        UNROLL
+        for (uint i = 0; i < QUERIES; ++i) {
+          UNROLL
+          for (uint e = 0; e < E_COUNT; ++e) {
+            sum[i][e] += score[i][j] * value[e];
+          }
+        }
+      }
+    }
+
+    UNROLL
+    for (uint i = 0; i < QUERIES; ++i) {
+      const uint share = set * QUERIES + i, row = kv_row * SHARE + share;
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      if (lane == 0) {
+        simd_peaks[simd] = peak[i];
+        simd_totals[simd] = total[i];
+      }
+      UNROLL
+      for (uint e = 0; e < E_COUNT; ++e) {
+        if (lane * E_COUNT + e < E) {
+          simd_sums[simd * E + lane * E_COUNT + e] = sum[i][e];
+        }
+      }
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      float highest = LOWEST_PEAK;
+      for (uint s = 0; s < SIMDGROUPS; ++s) {
+        highest = max(highest, simd_peaks[s]);
+      }
+      const float sink = SINKS && SINGLE ? float(sinks[row / L % H]) : LOWEST_PEAK;
+      highest = max(highest, sink);
+      float all = SINKS && SINGLE ? exp(sink - highest) : 0.0f;
+      for (uint s = 0; s < SIMDGROUPS; ++s) {
+        all += exp(simd_peaks[s] - highest) * simd_totals[s];
+      }
+      if (share < SHARE) {
+        for (uint e = simd * SIMD_WIDTH + lane; e < E; e += SIMDGROUPS * SIMD_WIDTH) {
+          float merged = 0.0f;
+          for (uint s = 0; s < SIMDGROUPS; ++s) {
+            merged += exp(simd_peaks[s] - highest) * simd_sums[s * E + e];
+          }
+          if (SINGLE) {
+            // A row that sees no key has a total of 0.
+            out[row * E + e] = O(all == 0.0f ? 0.0f : merged / all);
+          } else {
+            out[(row * chunks + chunk) * E + e] = O(merged);
+          }
+        }
+        if (!SINGLE && simd == 0 && lane == 0) {
+          peaks[row * chunks + chunk] = highest;
+          totals[row * chunks + chunk] = all;
+        }
+      }
+    }

@@ -1,0 +1,284 @@
+"""Our kernels compiled for this CPU, against numpy float64."""
+
+import os
+import stat
+import subprocess
+import sys
+import threading
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from tests.kernels import oracle
+from turbospark_mlx import custom_kernels as ck
+from turbospark_mlx.custom_kernels import affine, sdpa
+from turbospark_mlx.custom_kernels.backends import compiler, host
+from turbospark_mlx.errors import BackendError
+
+pytestmark = pytest.mark.skipif(not compiler.candidates(), reason="no C++ compiler on this machine")
+
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu():
+    device = mx.default_device()
+    mx.set_default_device(mx.cpu)
+    yield
+    mx.set_default_device(device)
+
+
+@pytest.fixture
+def backend():
+    return ck.backends.select("host")
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(11)
+
+
+def normal(rng, *shape, dtype=mx.float32):
+    return mx.array(rng.normal(size=shape).astype(np.float32)).astype(dtype)
+
+
+def check_product(backend, rng, bits, group_size, dtype, rows):
+    matrix = oracle.random_affine(rng, 45, 384, bits, group_size, dtype)
+    x = normal(rng, rows, 384)
+    y = ck.affine_matmul(x, *matrix, bits=bits, group_size=group_size, backend=backend)
+    assert oracle.relative_error(y, oracle.float64(x) @ oracle.unpack(*matrix, bits, group_size).T) < 1e-5
+    assert backend.counters == {("affine_matmul", "kernel"): 1}
+
+
+@pytest.mark.parametrize(
+    ("bits", "group_size", "dtype"),
+    [(4, 32, mx.float16), (8, 32, mx.float16), (4, 64, mx.bfloat16), (8, 128, mx.float32)],
+)
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_affine_matmul_at_the_formats_of_installs(backend, rng, bits, group_size, dtype, rows):
+    check_product(backend, rng, bits, group_size, dtype, rows)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 5, 6])
+def test_affine_matmul_at_other_widths(backend, rng, bits):
+    check_product(backend, rng, bits, 64, mx.float16, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_affine_matmul_at_every_format(backend, rng, bits, group_size, dtype, rows):
+    check_product(backend, rng, bits, group_size, dtype, rows)
+
+
+def rms_normalized(x, weight, eps):
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight
+
+
+@pytest.mark.parametrize(
+    ("columns", "rows"),
+    [
+        (1056, 1),
+        (96, 3),
+        *(pytest.param(k, m, marks=pytest.mark.slow) for k in (32, 576, 4128) for m in (1, 3, 7, 8)),
+    ],
+)
+def test_what_stands_around_the_product(backend, rng, columns, rows):
+    out = 130
+    matrix = oracle.random_affine(rng, out, columns, 4, 32, mx.float16)
+    full = oracle.unpack(*matrix, 4, 32)
+    x, weight = normal(rng, 1, rows, columns) * 4, normal(rng, columns, dtype=mx.bfloat16)
+    bias, residual = normal(rng, out, dtype=mx.float16), normal(rng, 1, rows, out) * 100
+    wide, added = oracle.float64(x), oracle.float64(residual) + oracle.float64(bias)
+    normalized = rms_normalized(wide, oracle.float64(weight), 0.25)
+    formats = {"bits": 4, "group_size": 32}
+    for options, expected in (
+        ({"bias": bias, "residual": residual}, wide @ full.T + added),
+        ({"norm_weight": weight, "eps": 0.25}, normalized @ full.T),
+        ({"norm_weight": weight, "eps": 0.25, "bias": bias, "residual": residual}, normalized @ full.T + added),
+    ):
+        y = ck.affine_matmul(x, *matrix, **formats, **options, backend=backend)
+        assert oracle.relative_error(y, expected) < 1e-5
+        assert oracle.relative_error(affine.affine_matmul_reference(x, *matrix, **formats, **options), expected) < 1e-5
+    for options, product in (({}, wide @ full.T), ({"norm_weight": weight, "eps": 0.25}, normalized @ full.T)):
+        gate, up = np.split(product, 2, axis=-1)
+        expected = gate / (1 + np.exp(-gate)) * up
+        y = ck.gated_affine_matmul(x, *matrix, **formats, **options, backend=backend)
+        assert oracle.relative_error(y, expected) < 1e-5
+        reference = affine.gated_affine_matmul_reference(x, *matrix, **formats, **options)
+        assert oracle.relative_error(reference, expected) < 1e-5
+    assert {path for _, path in backend.counters} == {"kernel"}
+
+
+def test_many_rows_take_the_same_options_elsewhere(backend, rng):
+    matrix = oracle.random_affine(rng, 64, 96, 4, 32, mx.float16)
+    x, residual = normal(rng, 40, 96), normal(rng, 40, 64)
+    options = {"bits": 4, "group_size": 32, "norm_weight": normal(rng, 96), "eps": 1e-5}
+    for function, more in ((ck.affine_matmul, {"residual": residual}), (ck.gated_affine_matmul, {})):
+        together = function(x, *matrix, **options, **more, backend=backend)
+        apart = [
+            function(x[i : i + 1], *matrix, **options, **{k: a[i : i + 1] for k, a in more.items()}, backend=backend)
+            for i in range(40)
+        ]
+        assert oracle.relative_error(together, oracle.float64(mx.concatenate(apart))) < 1e-5
+    assert backend.counters["affine_matmul", "blas"] == 2
+
+
+def test_rows_do_not_depend_on_the_number_of_threads(backend, rng, monkeypatch):
+    matrix = oracle.random_affine(rng, 3000, 576, 4, 32, mx.float16)
+    x = normal(rng, 1, 576)
+    call = lambda: np.array(ck.affine_matmul(x, *matrix, bits=4, group_size=32, backend=backend))  # noqa: E731
+    first = call()
+    assert all(np.array_equal(first, call()) for _ in range(50))
+    monkeypatch.setattr(host, "_runtime", lambda: (host._chosen()[1], 1))
+    assert np.array_equal(first, call())
+
+
+def test_calls_from_several_threads_at_once(backend, rng):
+    matrix = oracle.random_affine(rng, 2000, 576, 4, 32, mx.float16)
+    inputs = [normal(rng, 1, 576) for _ in range(4)]
+    mx.eval(inputs, matrix)
+    call = lambda x: np.array(ck.affine_matmul(x, *matrix, bits=4, group_size=32, backend=backend))  # noqa: E731
+    expected = [call(x) for x in inputs]
+    wrong = []
+
+    def repeat(i):
+        wrong.extend(i for _ in range(100) if not np.array_equal(call(inputs[i]), expected[i]))
+
+    threads = [threading.Thread(target=repeat, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_a_forked_child_has_threads_of_its_own(backend, rng):
+    matrix = oracle.random_affine(rng, 2000, 576, 4, 32, mx.float16)
+    x = normal(rng, 1, 576)
+    mx.eval(x, *matrix)
+    call = lambda: np.array(ck.affine_matmul(x, *matrix, bits=4, group_size=32, backend=backend))  # noqa: E731
+    expected = call()
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if np.array_equal(call(), expected) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_nan_and_infinity_keep_their_meaning(backend, rng):
+    matrix = oracle.random_affine(rng, 40, 64, 4, 32, mx.float16)
+    options = {"bits": 4, "group_size": 32, "backend": backend}
+    x = mx.where(mx.arange(64) == 5, mx.nan, normal(rng, 1, 64))
+    assert np.isnan(np.array(ck.affine_matmul(x, *matrix, **options))).all()
+    assert np.isnan(np.array(ck.gated_affine_matmul(x, *matrix, **options))).all()
+    gates = oracle.random_affine(rng, 2, 64, 4, 32, mx.float16)
+    huge = [gates[0], mx.zeros((2, 2), mx.float16), mx.array([[-1000, 0], [1, 0]], dtype=mx.float16)]
+    assert np.array(ck.gated_affine_matmul(mx.ones((1, 64)), *huge, **options)).tolist() == [[0.0]]
+
+
+def test_the_cache_of_compiled_code_is_private(tmp_path, monkeypatch):
+    monkeypatch.setenv("TURBOSPARK_HOME", str(tmp_path / "home"))
+    directory = compiler.cache_directory()
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    directory.chmod(0o770)
+    with pytest.raises(BackendError, match="chmod 700"):
+        compiler.cache_directory()
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TURBOSPARK_HOME", str(tmp_path / "file"))
+    with pytest.raises(BackendError, match="TURBOSPARK_HOME"):
+        compiler.cache_directory()
+
+
+def test_a_text_is_compiled_once_and_its_fault_is_reported(tmp_path, monkeypatch):
+    monkeypatch.setenv("TURBOSPARK_HOME", str(tmp_path))
+    chosen = compiler.candidates()[-1]
+    text = 'extern "C" int answer() { return 42; }'
+    library = compiler.build("answer", text, chosen)
+    made = library.stat().st_mtime_ns
+    assert compiler.build("answer", text, chosen) == library
+    assert library.stat().st_mtime_ns == made
+    assert compiler.build("answer", text.replace("42", "43"), chosen) != library
+    with pytest.raises(BackendError, match=r"kernel answer:\n(.|\n)*nonsense"):
+        compiler.build("answer", "nonsense", chosen)
+    assert {path.suffix for path in library.parent.iterdir()} <= {".so", ""}
+
+
+def test_without_a_compiler_the_reference_runs_and_says_what_to_install(tmp_path):
+    script = """
+import sys
+from turbospark_mlx.custom_kernels import backends
+from turbospark_mlx.custom_kernels.backends import compiler
+from turbospark_mlx.errors import BackendError
+bad = compiler.Compiler("broken", (sys.executable, "-c", "raise SystemExit('it broke')"), "1")
+for there in ([], [bad]):
+    compiler.candidates = lambda: there
+    chosen = backends.select("auto")
+    assert chosen.name == "reference" and "pip install ziglang" in chosen.reason, chosen
+    assert ("it broke" in chosen.reason) == bool(there)
+    try:
+        backends.select("host")
+    except BackendError as error:
+        assert "pip install ziglang" in str(error)
+    else:
+        raise AssertionError
+"""
+    environment = os.environ | {"TURBOSPARK_HOME": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True)
+
+
+def check_attention(backend, rng, keys, heads, kv_heads, length, window, dtype, with_sinks):
+    q, k, v = normal(rng, 2, heads, length, 64), *normal(rng, 2, 2, kv_heads, keys + 5, 64, dtype=dtype)
+    k, v = k[:, :, :keys], v[:, :, :keys]
+    sinks = normal(rng, heads, dtype=mx.bfloat16) if with_sinks else None
+    position = np.arange(keys - length, keys)[:, None]
+    shown = np.arange(keys) <= position
+    if window:
+        shown &= np.arange(keys) > position - window
+    shown = np.broadcast_to(shown, (2, heads, length, keys))
+    logits = oracle.float64(sinks) if with_sinks else None
+    expected = oracle.attention(*(oracle.float64(a) for a in (q, k, v)), 0.3, visible=shown, sinks=logits)
+    y = ck.attention(q, k, v, scale=0.3, mask="causal", window=window, sinks=sinks, backend=backend)
+    assert oracle.relative_error(y, expected) < 1e-5
+    assert backend.counters == {("attention", "kernel"): 1}
+
+
+@pytest.mark.parametrize("keys", [8, 31, 33, 1000])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "length", "window", "dtype", "with_sinks"),
+    [
+        (3, 1, 1, None, mx.float16, False),
+        (8, 2, 3, 7, mx.bfloat16, True),
+        (1, 1, 8, None, mx.float32, True),
+    ],
+)
+def test_decode_attention(backend, rng, keys, heads, kv_heads, length, window, dtype, with_sinks):
+    check_attention(backend, rng, keys, heads, kv_heads, length, window, dtype, with_sinks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", [1, 31, 33, 1000, 4097])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (3, 1), (8, 2)])
+@pytest.mark.parametrize(("length", "window"), [(1, None), (1, 7), (3, 40), (8, None)])
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_decode_attention_everywhere(backend, rng, keys, heads, kv_heads, length, window, dtype, with_sinks):
+    if length <= keys:
+        check_attention(backend, rng, keys, heads, kv_heads, length, window, dtype, with_sinks)
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(16, 12), (576, 512)])
+def test_decode_attention_at_other_head_sizes_and_views(backend, rng, head_dim, value_dim):
+    q = normal(rng, 1, 2, 6, head_dim).swapaxes(1, 2)
+    k, v = normal(rng, 1, 70, 2, head_dim).swapaxes(1, 2), normal(rng, 1, 2, value_dim, 70).swapaxes(2, 3)
+    expected = oracle.attention(*(oracle.float64(a) for a in (q, k, v)), 0.1)
+    y = ck.attention(q, k, v, scale=0.1, backend=backend)
+    assert oracle.relative_error(y, oracle.attention(*(oracle.float64(a) for a in (q, k, v)), 0.1)) < 1e-5
+    assert oracle.relative_error(sdpa.attention_reference(q, k, v, scale=0.1), expected) < 1e-5
+    assert backend.counters == {("attention", "kernel"): 1}
+
+
+def test_decode_attention_reads_no_key_beyond_the_last(backend, rng):
+    cache = mx.where(mx.arange(40)[:, None] >= 33, mx.nan, normal(rng, 2, 1, 2, 40, 16))
+    y = ck.attention(normal(rng, 1, 4, 1, 16), cache[0][:, :, :33], cache[1][:, :, :33], scale=1.0, backend=backend)
+    assert np.isfinite(np.array(y)).all()
