@@ -65,7 +65,7 @@ def load_model(
     InstallError where the tensors do not fit the configuration.
     """
     family, config = read_config(install)
-    _check_tensors(install, family, config)
+    check_tensors(install, family, config)
     places = {family.place(name, config).checkpoint_name: entry for name, entry in install.tensors.items()}
     model = families.package(family.name).Model(
         config,
@@ -84,7 +84,8 @@ def load_model(
     return model
 
 
-def _check_tensors(install: Install, family: Family, config: ModelConfig) -> None:
+def check_tensors(install: Install, family: Family, config: ModelConfig) -> None:
+    """Raise InstallError unless the install holds exactly the tensors that the configuration calls for."""
     expected = family.expected(config)
     found = install.tensors
     where = f"{install.path}: model_weights.bin"

@@ -7,10 +7,10 @@ import pytest
 from turbospark_mlx.cli import info, verify
 from turbospark_mlx.errors import InstallError, OptionError
 from turbospark_mlx.gturbo import Install, InstallWriter, TensorSpec
+from turbospark_mlx.gturbo.formats import role_of
 from turbospark_mlx.protocols import AffineFormat
 
 from . import handmade
-from .handmade import ROOT
 from .test_experts import mxfp4_moe
 from .test_install import flip
 
@@ -95,11 +95,10 @@ def llama(directory):
         }
     )
     arch, extension = config.to_manifest()
+    stored = {"embedding": AffineFormat(8, 32, "float16"), "vector": "bfloat16"}
     specs = [
-        TensorSpec(ROOT + "embed_tokens.weight", (100, 64), AffineFormat(8, 32, "float16")),
-        TensorSpec(ROOT + "layers.0.self_attn.q_proj.weight", (64, 64), AffineFormat(4, 64, "bfloat16")),
-        TensorSpec(ROOT + "layers.1.self_attn.q_proj.weight", (64, 64), AffineFormat(4, 64, "bfloat16")),
-        TensorSpec(ROOT + "norm.weight", (64,), "bfloat16"),
+        TensorSpec(name, shape, stored.get(role_of(name, shape), AffineFormat(4, 64, "bfloat16")))
+        for name, shape in family.expected(config).items()
     ]
     directory.mkdir()
     writer = InstallWriter(directory, specs)
@@ -116,25 +115,23 @@ def test_info_adds_up(tmp_path, capsys):
     directory = llama(tmp_path / "i.gturbo")
     assert command(info, directory, "--json", "--max-context", 10) == 0
     document = json.loads(capsys.readouterr().out)
-    embed, attention = 100 * 64 + 2 * 100 * 2 * 2, 64 * 64 // 2 + 2 * 64 * 2
-    assert document["roles"] == [
-        {
-            "role": "embedding",
+    rows = {row.pop("role"): row for row in document["roles"]}
+    # At 4 bits in groups of 64, a weight takes half a byte and a 64th of two companions of two bytes.
+    attention, feed_forward = 3 * 64 * (64 + 32 + 32 + 64), 3 * 3 * 64 * 128
+    packed = "4 bits, groups of 64, bfloat16 scales"
+    embed = 100 * 64 + 2 * 100 * 2 * 2
+    assert rows == {
+        "embedding": {
             "format": "8 bits, groups of 32, float16 scales",
             "tensors": 1,
             "weights": 6400,
             "bytes": embed,
         },
-        {
-            "role": "attention",
-            "format": "4 bits, groups of 64, bfloat16 scales",
-            "tensors": 2,
-            "weights": 8192,
-            "bytes": 2 * attention,
-        },
-        {"role": "vector", "format": "bfloat16", "tensors": 1, "weights": 64, "bytes": 128},
-    ]
-    weights = embed + 2 * attention + 128
+        "attention": {"format": packed, "tensors": 12, "weights": attention, "bytes": attention * 9 // 16},
+        "shared_expert": {"format": packed, "tensors": 9, "weights": feed_forward, "bytes": feed_forward * 9 // 16},
+        "vector": {"format": "bfloat16", "tensors": 7, "weights": 7 * 64, "bytes": 7 * 128},
+    }
+    weights = embed + (attention + feed_forward) * 9 // 16 + 7 * 128
     # Keys and values of 3 layers, 10 tokens, 2 heads of 16, at 2 and at 4 bytes.
     half, full = 2 * 3 * 10 * 2 * 16 * 2, 2 * 3 * 10 * 2 * 16 * 4
     assert document["memory"] == {
@@ -150,6 +147,14 @@ def test_info_adds_up(tmp_path, capsys):
         len(data) for name, data in handmade.snapshot(directory).items() if name != "manifest.json"
     )
     assert document["architecture"]["attention"] == {"full": 3}
+
+
+def test_info_says_when_tensors_are_missing(tmp_path, capsys):
+    made = handmade.rust_dense()
+    made.manifest["arch"] |= {"headDim": 32, "attentionScale": 32**-0.5}
+    assert command(info, made.write(tmp_path / "i.gturbo"), "--json") == 0
+    (reason,) = json.loads(capsys.readouterr().out)["engines"]["turbospark-mlx"]
+    assert "lacks tensor 'language_model.model.layers.0." in reason
 
 
 def test_info_in_words(tmp_path, capsys):

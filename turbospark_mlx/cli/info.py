@@ -27,8 +27,6 @@ examples:
   turbospark-mlx info ./qwen3-0.6b.gturbo --json
 """
 
-DEFAULT_CONTEXT = 4096
-
 _MASK_KINDS = ("sliding window", "full", "linear", "compressed sparse", "heavily compressed", "latent")
 
 
@@ -68,14 +66,16 @@ def describe(install: Install, *, max_context: int | None, expert_slots: int | N
 
 
 def _config(install: Install) -> tuple[ModelConfig | None, str | None]:
-    """The family's configuration, or why no family gives one."""
-    from turbospark_mlx.families import family_for_manifest
+    """The family's configuration where there is one, and why this package does not run the install."""
+    from turbospark_mlx.loader import check_tensors, read_config
 
+    config = None
     try:
-        family = family_for_manifest(install.manifest.family)
-        return family.config_from_manifest(install.arch, install.extension), None
+        family, config = read_config(install)
+        check_tensors(install, family, config)
     except InstallError as error:
-        return None, str(error)
+        return config, str(error)
+    return config, None
 
 
 def _architecture(install: Install) -> dict[str, Any]:
@@ -148,10 +148,12 @@ def _engines(install: Install, refusal: str | None) -> dict[str, list[str]]:
 def _memory(
     install: Install, config: ModelConfig | None, max_context: int | None, expert_slots: int | None
 ) -> dict[str, Any]:
-    trained = install.arch.get("trainedContext")
-    context = max_context if max_context is not None else min(DEFAULT_CONTEXT, trained or DEFAULT_CONTEXT)
-    if context < 1:
-        raise OptionError(f"--max-context {context}: must be at least 1.")
+    from turbospark_mlx.admission import DEFAULT_CONTEXT, whole_number
+
+    if max_context is not None:
+        context = whole_number("--max-context", max_context)
+    else:
+        context = min(DEFAULT_CONTEXT, config.max_position_embeddings if config else DEFAULT_CONTEXT)
     layout = install.experts
     if expert_slots is not None:
         _check_slots(install, expert_slots)
@@ -177,6 +179,7 @@ def _check_slots(install: Install, slots: int) -> None:
 
 
 def _text(document: dict[str, Any]) -> list[str]:
+    from turbospark_mlx.admission import spell_bytes
     from turbospark_mlx.gturbo.files import printable
 
     arch, experts, memory = document["architecture"], document["experts"], document["memory"]
@@ -191,12 +194,12 @@ def _text(document: dict[str, Any]) -> list[str]:
         f"  sizes          hidden {arch['hiddenSize']}, feed-forward {arch['intermediateSize']},"
         f" vocabulary {arch['vocabSize']}" + (", tied" if arch["tiedEmbeddings"] else ""),
         f"  context        {arch['trainedContext'] or 'not stated'}",
-        f"  on disk        {_size(document['bytes'])}",
+        f"  on disk        {spell_bytes(document['bytes'])}",
         "",
         *_table(
             ("role", "format", "tensors", "weights", "size"),
             [
-                (row["role"], row["format"], f"{row['tensors']:,}", f"{row['weights']:,}", _size(row["bytes"]))
+                (row["role"], row["format"], f"{row['tensors']:,}", f"{row['weights']:,}", spell_bytes(row["bytes"]))
                 for row in document["roles"]
             ],
         ),
@@ -205,19 +208,19 @@ def _text(document: dict[str, Any]) -> list[str]:
     if experts:
         lines += [
             f"  experts        {experts['layers']} layers of {experts['expertsPerLayer']}, {experts['topK']} a token;"
-            f" {_size(experts['expertBytes'])} each, stride {experts['stride']:,}",
+            f" {spell_bytes(experts['expertBytes'])} each, stride {experts['stride']:,}",
             "",
         ]
     for engine, reasons in document["engines"].items():
         lines.append(f"  {engine:24} {'cannot run it:' if reasons else 'can run it'}")
         lines += [f"    - {printable(reason)}" for reason in reasons]
-    slots = f" + {memory['expertSlots']} experts a layer {_size(memory['experts'])}" if experts else ""
-    lines += ["", f"  memory at {memory['maxContext']:,} tokens: weights {_size(memory['weights'])}{slots}"]
+    slots = f" + {memory['expertSlots']} experts a layer {spell_bytes(memory['experts'])}" if experts else ""
+    lines += ["", f"  memory at {memory['maxContext']:,} tokens: weights {spell_bytes(memory['weights'])}{slots}"]
     if memory["total"] is None:
         lines.append("    + caches (unknown: no family of this version runs it)")
     else:
         lines += [
-            f"    + cache {_size(memory['cache'][width])} ({label}) = {_size(memory['total'][width])}"
+            f"    + cache {spell_bytes(memory['cache'][width])} ({label}) = {spell_bytes(memory['total'][width])}"
             for width, label in (("half", "half precision"), ("float32", "float32, on a CPU"))
         ]
     lines.append(f"  receipt        {'valid' if document['receipt'] else 'none: the next open hashes the files'}")
@@ -232,12 +235,3 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
         right = [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
         lines.append("  " + "  ".join([*left, *right]))
     return lines
-
-
-def _size(nbytes: int) -> str:
-    value = float(nbytes)
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if value < 1000 or unit == "GB":
-            break
-        value /= 1000
-    return f"{nbytes} bytes" if unit == "bytes" else f"{value:.1f} {unit}"
