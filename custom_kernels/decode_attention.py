@@ -132,7 +132,7 @@ def decode_attention(
         None if sinks is None else sinks.dtype,
     )
     logits = q if sinks is None else sinks
-    out, *statistics = backend.launch(partial, (mx.contiguous(q) if backend.device == "gpu" else q, k, v, logits))
+    out, *statistics = backend.launch(partial, (q, k, v, logits))
     if combine is not None:
         (out,) = backend.launch(combine, (out, *statistics, logits))
     return out.reshape(batch, heads, length, value_dim)

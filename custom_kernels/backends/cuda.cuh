@@ -6,10 +6,6 @@
 #define MAX_SIMDGROUPS 32
 #define UNROLL _Pragma("unroll")
 #define METAL_FUNC __device__ __forceinline__
-#define device
-#define constant
-#define threadgroup
-#define thread
 
 typedef unsigned int uint;
 typedef unsigned short ushort;

@@ -19,14 +19,18 @@ const uint simdgroups_per_threadgroup = blockDim.x / 32;
 """
 
 
-def translate(body: str) -> str:
-    """CUDA text of a Metal body: arrays in threadgroup memory get CUDA's word for it; the rest is done by macros."""
-    return ATTRIBUTES + re.sub(r"\bthreadgroup ([\w<>]+ \w+\[)", r"__shared__ \1", body)
+def translate(text: str) -> str:
+    """CUDA text of a Metal text: arrays in threadgroup memory get CUDA's word for it, other address spaces have none.
+
+    Macros could not do this, because CUDA's own ``__device__`` is a macro that contains ``device``.
+    """
+    text = re.sub(r"\bthreadgroup ([\w<>]+ \w+\[)", r"__shared__ \1", text)
+    return re.sub(r"\b(device|constant|threadgroup|thread) (?=const\b|[\w<>]+ ?[*&])", "", text)
 
 
 def header(kernel: Kernel) -> str:
     shims = read_source(Path(__file__).parent / "cuda.cuh")
-    return "\n".join([shims, *(read_source(METAL / f"{name}.h") for name in kernel.headers)])
+    return "\n".join([shims, *(translate(read_source(METAL / f"{name}.h")) for name in kernel.headers)])
 
 
 @cache
@@ -35,7 +39,7 @@ def _function(kernel: Kernel):
         name=kernel.name,
         input_names=list(kernel.inputs),
         output_names=list(kernel.outputs),
-        source=translate(kernel.source),
+        source=ATTRIBUTES + translate(kernel.source),
         header=header(kernel),
         ensure_row_contiguous=not kernel.strided,
     )

@@ -5,12 +5,12 @@
 
 template <typename T>
 struct Chunk {
-  uint pairs[4];
+  uint4 pairs;
 };
 
 template <>
 struct Chunk<float> {
-  float values[8];
+  float4 low, high;
 };
 
 // Where chunk ``j`` of a block is staged: chunks that the lanes of a simdgroup read together lie side by side.
@@ -30,35 +30,60 @@ METAL_FUNC float collapse(Partial sum) {
 }
 
 template <typename T>
+METAL_FUNC uint pack_pair(T first, T second) {
+  return uint(as_type<ushort>(first)) | (uint(as_type<ushort>(second)) << 16);
+}
+
+template <typename T>
+METAL_FUNC void unpack_pair(uint pair, thread float* values) {
+  values[0] = float(as_type<T>(ushort(pair & 0xffffu)));
+  values[1] = float(as_type<T>(ushort(pair >> 16)));
+}
+
+// Chunks move as whole vectors: with one access a lane, neighbours do not meet in the same memory bank.
+template <typename T>
 METAL_FUNC void store_chunk(threadgroup Chunk<T>& to, thread const float* values) {
-  UNROLL
-  for (int i = 0; i < 4; ++i) {
-    to.pairs[i] = uint(as_type<ushort>(T(values[2 * i]))) | (uint(as_type<ushort>(T(values[2 * i + 1]))) << 16);
-  }
+  uint4 pairs;
+  pairs.x = pack_pair(T(values[0]), T(values[1]));
+  pairs.y = pack_pair(T(values[2]), T(values[3]));
+  pairs.z = pack_pair(T(values[4]), T(values[5]));
+  pairs.w = pack_pair(T(values[6]), T(values[7]));
+  to.pairs = pairs;
 }
 
 METAL_FUNC void store_chunk(threadgroup Chunk<float>& to, thread const float* values) {
-  UNROLL
-  for (int i = 0; i < 8; ++i) {
-    to.values[i] = values[i];
-  }
+  float4 low, high;
+  low.x = values[0];
+  low.y = values[1];
+  low.z = values[2];
+  low.w = values[3];
+  high.x = values[4];
+  high.y = values[5];
+  high.z = values[6];
+  high.w = values[7];
+  to.low = low;
+  to.high = high;
 }
 
 template <typename T>
 METAL_FUNC void load_chunk(threadgroup const Chunk<T>& from, thread float* values) {
-  UNROLL
-  for (int i = 0; i < 4; ++i) {
-    uint pair = from.pairs[i];
-    values[2 * i] = float(as_type<T>(ushort(pair & 0xffffu)));
-    values[2 * i + 1] = float(as_type<T>(ushort(pair >> 16)));
-  }
+  const uint4 pairs = from.pairs;
+  unpack_pair<T>(pairs.x, values);
+  unpack_pair<T>(pairs.y, values + 2);
+  unpack_pair<T>(pairs.z, values + 4);
+  unpack_pair<T>(pairs.w, values + 6);
 }
 
 METAL_FUNC void load_chunk(threadgroup const Chunk<float>& from, thread float* values) {
-  UNROLL
-  for (int i = 0; i < 8; ++i) {
-    values[i] = from.values[i];
-  }
+  const float4 low = from.low, high = from.high;
+  values[0] = low.x;
+  values[1] = low.y;
+  values[2] = low.z;
+  values[3] = low.w;
+  values[4] = high.x;
+  values[5] = high.y;
+  values[6] = high.z;
+  values[7] = high.w;
 }
 
 template <typename T>
@@ -98,11 +123,12 @@ template <int BITS>
 METAL_FUNC void unpack_chunk(thread const uint* words, int j, thread float* values) {
   if (BITS == 4) {
     // 0x6400 is 1024 in half precision and its unit is the lowest bit: two exact conversions an instruction.
+    const half2 thousand = as_type<half2>(0x64006400u);
     UNROLL
     for (int i = 0; i < 4; ++i) {
-      half2 pair = as_type<half2>(((words[j] >> (4 * i)) & 0x000f000fu) | 0x64006400u);
-      values[i] = float(pair.x) - 1024.0f;
-      values[i + 4] = float(pair.y) - 1024.0f;
+      const half2 pair = as_type<half2>(((words[j] >> (4 * i)) & 0x000f000fu) | 0x64006400u) - thousand;
+      values[i] = float(pair.x);
+      values[i + 4] = float(pair.y);
     }
   } else {
     UNROLL

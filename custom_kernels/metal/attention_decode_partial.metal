@@ -1,7 +1,7 @@
-    // Attention of few query rows over one chunk of the keys. q [B, H, L, D] is contiguous; k [B, KV, S, D] and
-    // v [B, KV, S, E] are any views. The H / KV * L query rows that read one KV head lie side by side; a threadgroup takes
-    // QUERIES of them and chunk y of the keys. Simdgroups take KEYS keys at a time and keep a running peak, total and sum
-    // (Milakov and Gimelshein, 2018), which are merged in threadgroup memory.
+    // Attention of few query rows over one chunk of the keys: q [B, H, L, D], k [B, KV, S, D] and v [B, KV, S, E] are any
+    // views. H / KV * L query rows read one KV head; a threadgroup takes QUERIES of them and chunk y of the keys. Simdgroups
+    // take KEYS keys at a time and keep a running peak, total and sum (Milakov and Gimelshein, 2018), which are merged in
+    // threadgroup memory.
     //   SINGLE  the chunk is all there is: out [rows, E] is the result, sinks included
     //   else    out [rows, chunks, E], peaks and totals [rows, chunks] go to attention_decode_combine
     constexpr uint SHARE = H / KV * L;
@@ -31,7 +31,9 @@
     UNROLL
     for (uint i = 0; i < QUERIES; ++i) {
       const uint share = min(set * QUERIES + i, SHARE - 1);
-      load_lane<D, D_COUNT>(q + (kv_row * SHARE + share) * D, 1, lane, query[i]);
+      const uint head = kv_row % KV * (H / KV) + share / L;
+      load_lane<D, D_COUNT>(
+          q + kv_row / KV * q_strides[0] + head * q_strides[1] + share % L * q_strides[2], q_strides[3], lane, query[i]);
       UNROLL
       for (uint e = 0; e < D_COUNT; ++e) {
         query[i][e] *= as_type<float>(SCALE_BITS);

@@ -2,9 +2,9 @@
     //   NORM      x[m] is RMS-normalized and multiplied by norm_weight first
     //   GATED     the rows of W are gate rows, then as many up rows; y = silu(gate) * up
     //   BIAS      y += bias;   RESIDUAL  y += residual
-    // A simdgroup takes ROWS output rows at a time, as often as the grid makes necessary. Per block of 32 columns with scale s and bias b,
-    // sum (s q + b) x = s sum q x + b sum x, so a weight is never dequantized. The activations are staged TILE blocks at a
-    // time; where that is all of them, once for all passes.
+    // A simdgroup takes ROWS output rows at a time, as often as the grid makes necessary. Per block of 32 columns with
+    // scale s and bias b, sum (s q + b) x = s sum q x + b sum x, so a weight is never dequantized. The activations are
+    // staged TILE blocks at a time; where that is all of them, once for all passes.
     constexpr uint BLOCKS = K / 32;
     constexpr uint LANES = (TILE + SIMD_WIDTH - 1) / SIMD_WIDTH * SIMD_WIDTH;
     constexpr uint OUT = GATED ? N / 2 : N;
