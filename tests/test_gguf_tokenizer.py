@@ -84,12 +84,13 @@ def test_the_default_model_tokenizes_as_in_llama_cpp(tmp_path):
 # Worked out by hand
 
 # Byte-level spelling: "Ġ" is a space, "Ċ" a newline, "é" is "Ã©", "日" is "æĹ¥".
-PIECES = ["1", "2", "3", "a", "b", "'", "t", "Ġ", "Ċ", "Ã", "©", "æ", "Ĺ", "¥"]
-MERGES = ["1 2", "12 3", "Ġ a", "Ġ Ġ", "ĠĠ a", "' t", "a 't", "Ċ Ċ", "Ã ©", "æ Ĺ", "æĹ ¥", "b Ċ", "1 a"]
+PIECES = ["1", "2", "3", "a", "b", "'", "t", "T", "Ġ", "Ċ", "Ã", "©", "æ", "Ĺ", "¥"]
+MERGES = ["1 2", "12 3", "Ġ a", "Ġ Ġ", "ĠĠ a", "' t", "a 't", "Ċ Ċ", "Ã ©", "æ Ĺ", "æĹ ¥", "b Ċ", "1 a", "' T", "'T b"]
 
 
 def by_hand(pre, **more):
-    tokens = ["<|end|>", *PIECES, *(merge.replace(" ", "") for merge in MERGES), "<tool>"]
+    # No merge makes "aab".
+    tokens = ["<|end|>", *PIECES, *(merge.replace(" ", "") for merge in MERGES), "aab", "<tool>"]
     types = [3] + [1] * (len(tokens) - 2) + [4]
     fields = {"model": "gpt2", "pre": pre, "tokens": tokens, "token_type": types, "merges": MERGES, "eos_token_id": 0}
     return prefixed({**fields, **more})
@@ -113,6 +114,12 @@ def by_hand(pre, **more):
         ("smollm", "\n\na", ["Ċ", "Ċ", "a"]),
         ("llama-bpe", "\n\na", ["ĊĊ", "a"]),
         ("smollm", "é日", ["Ã©", "æĹ¥"]),
+        ("smollm", "'Tb", ["'", "T", "b"]),
+        ("gpt-2", "a'Tb", ["a", "'", "T", "b"]),
+        ("qwen2", "'Tb", ["'T", "b"]),
+        ("llama-bpe", "a'Tb", ["a", "'T", "b"]),
+        ("llama-bpe", "aab", ["aab"]),
+        ("qwen2", "aab", ["a", "a", "b"]),
         ("smollm", "a<|end|> a<tool>a", ["a", "<|end|>", "Ġa", "<tool>", "a"]),
     ],
 )
@@ -139,7 +146,8 @@ def test_sentencepiece_by_hand():
     assert pieces("日") == ["<s>", "\u2581", "<unk>"]
     assert pieces("<s>abc") == ["<s>", "\u2581a", "bc"]
     assert tokenizer.decode(tokenizer.encode("é abc"), skip_special_tokens=True) == "é abc"
-    # A control token is no piece of text, however its letters come together.
+    assert pieces("a<unk>a") == ["<s>", "\u2581a", "<unk>", "\u2581a"]
+    assert tokenizer.special_ids == {0, 1, 2}
     assert make(prefixed({**fields, "add_bos_token": False})).encode("") == []
 
 
@@ -204,6 +212,11 @@ def test_tokens_without_a_text_keep_their_ids():
     assert tokenizer.vocab_size == 3
 
 
+def test_a_merge_may_begin_with_a_space():
+    fields = {"model": "gpt2", "pre": "smollm", "tokens": [" ", "a", " a"], "merges": ["  a"]}
+    assert json.loads(tokenizer_files(prefixed(fields))["tokenizer.json"])["model"]["merges"] == [[" ", "a"]]
+
+
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
@@ -216,11 +229,11 @@ def test_tokens_without_a_text_keep_their_ids():
         ({"tokens": "abc"}, r"tokenizer.ggml.tokens is a str"),
         ({"tokens": ["a", 3]}, r"tokens\[1\] is a int"),
         ({"tokens": ["a", "b", "a"]}, r"'a' twice, at 0 and 2"),
-        ({"token_type": [1]}, r"token_type has 1 entries for 29 tokens"),
+        ({"token_type": [1]}, r"token_type has 1 entries for 33 tokens"),
         ({"merges": ["1 2", "a z"]}, r"merges\[1\] is 'a z'"),
         ({"merges": ["12"]}, r"merges\[0\] is '12'"),
         ({"merges": [3]}, r"merges\[0\] is 3"),
-        ({"eos_token_id": 99}, r"eos_token_id is 99, but there are 29 tokens"),
+        ({"eos_token_id": 99}, r"eos_token_id is 99, but there are 33 tokens"),
         ({"bos_token_id": -1}, r"bos_token_id is -1"),
         ({"add_bos_token": "yes"}, r"add_bos_token is a str"),
     ],

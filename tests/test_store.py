@@ -99,7 +99,7 @@ def test_an_alias_of_the_store(checkpoint):
         store.resolve("mine")
 
 
-@pytest.mark.parametrize("name", ["", "a\0b", "no such model", "a/b/c", "x" * 5000, "name:file.bin"])
+@pytest.mark.parametrize("name", ["", "a\0b", "./a\0b", "no such model", "a/b/c", "x" * 5000, "name:file.bin"])
 @pytest.mark.parametrize("resolve", [store.resolve, store.resolve_installed, pull])
 def test_names_that_stand_for_nothing(resolve, name, home):
     with pytest.raises(StoreError):

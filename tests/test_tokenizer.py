@@ -148,7 +148,7 @@ BOMBS = [
     "{{ range(10**9) | list }}",
     "{{ 'a' * 10**10 }}",
     "{{ [1] * 10**10 }}",
-    "{{ ((10 ** 1000) ** 1000) | string | length }}",
+    "{{ (10 ** 1000) ** 10 % 7 }}",
     "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "{% macro m() %}{{ m() }}{{ m() }}{% endmacro %}{{ m() }}",
     GROW + "{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
@@ -185,6 +185,24 @@ def test_hostile_templates_are_stopped(template, monkeypatch):
     tokenizer = make(template=template)
     with pytest.raises(OptionError, match="chat template"):
         tokenizer.apply_chat_template(USER, tokenize=False)
+
+
+@pytest.mark.parametrize("form", ["[ns.x, ns.x]", "(ns.x, ns.x)", "{1: ns.x, 2: ns.x}"])
+def test_structures_that_hold_themselves_in_halves_are_paid_for(form):
+    """Small in memory, endless to compare."""
+    grow = "".join(f"{{% set ns.{name} = {form.replace('x', name)} %}}" for name in "ab")
+    source = (
+        f"{{% set ns = namespace(a=[1], b=[1]) %}}{{% for i in range(27) %}}{grow}{{% endfor %}}{{{{ ns.a == ns.b }}}}"
+    )
+    with pytest.raises(OptionError, match="characters of text"):
+        ChatTemplate(source).render(USER)
+
+
+def test_time_is_limited(monkeypatch):
+    monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.1)
+    template = ChatTemplate("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}")
+    with pytest.raises(OptionError, match=r"takes more than 0\.1 seconds"):
+        template.render(USER)
 
 
 def test_a_long_conversation_is_no_bomb():
@@ -304,6 +322,11 @@ def test_the_token_that_closes_a_turn_stops():
     assert make(template=INST).eos_token_ids == {EOS}
     assert make({"chat_template": TEMPLATES["llama3"]}).eos_token_ids == {EOS, EOT}
     assert make(template="{{ '<|channel|>thought<|end|>' }}").eos_token_ids == {EOS}
+    # A token of the vocabulary that is ordinary text closes nothing.
+    plain = backend(special=SPECIAL[:2])
+    made = Backend(models.BPE({**plain.get_vocab(), "<|im_end|>": plain.get_vocab_size()}, []))
+    given = {"tokenizer.json": made.to_str().encode(), "chat_template.jinja": CHATML.encode()}
+    assert Tokenizer.from_files(given).eos_token_ids == set()
 
 
 def test_eos_token_id_is_the_tokenizers_own():

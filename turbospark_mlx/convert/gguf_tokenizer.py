@@ -20,7 +20,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from turbospark_mlx.errors import ConvertError
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 """Token types of ``tokenizer.ggml.token_type``."""
 
 END_OF_TEXT_TOKENS = frozenset({"<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>"})
@@ -227,7 +227,7 @@ def _sentencepiece(vocabulary: _Vocabulary, metadata: Mapping[str, Any]) -> Toke
 
 
 def _merges_by_score(vocabulary: _Vocabulary, scores: list[float]) -> list[tuple[str, str]]:
-    ids = {token: id for id, token in enumerate(vocabulary.tokens) if vocabulary.types[id] == NORMAL}
+    ids = vocabulary.ids()
     found = []
     for token, id in ids.items():
         for cut in range(1, len(token)):

