@@ -135,7 +135,10 @@ def test_sentencepiece_by_hand():
     scores = [0, 0, 0, 0, 0, -9, -9, -9, -9, -3, -1, -4, -8]
     fields = {"model": "llama", "tokens": tokens, "token_type": types, "scores": scores}
     fields |= {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
-    tokenizer = make(prefixed(fields))
+    files = tokenizer_files(prefixed(fields))
+    tokenizer = Tokenizer.from_files(files)
+    added = json.loads(files["tokenizer.json"])["added_tokens"]
+    assert [token["content"] for token in added if token["special"]] == tokens[:3]
 
     def pieces(text):
         return [tokenizer.id_to_token(id) for id in tokenizer.encode(text)]

@@ -92,6 +92,14 @@ def test_paths_that_are_no_install(resolve, checkpoint, tmp_path):
         store.resolve_installed("owner/name")
 
 
+def test_no_name_is_not_the_current_directory(checkpoint, monkeypatch):
+    monkeypatch.chdir(pull(checkpoint))
+    assert store.resolve(".") == Path()
+    for resolve in (store.resolve, store.resolve_installed, pull):
+        with pytest.raises(StoreError, match="is empty"):
+            resolve("")
+
+
 def test_an_alias_of_the_store(checkpoint):
     path = pull(checkpoint, alias="Mine")
     assert store.resolve("Mine") == store.resolve_installed("Mine") == path

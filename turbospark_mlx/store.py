@@ -213,8 +213,8 @@ def _existing(name: Name, revision: str | None) -> Path | None:
 
 
 def _checked(name: str) -> str:
-    if not name or "\0" in name:
-        raise StoreError(f"{name!r} is not the name of a model.")
+    if not name:
+        raise StoreError("The name of the model is empty. See what there is with: turbospark-mlx list")
     return name
 
 
