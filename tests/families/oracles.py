@@ -1,0 +1,65 @@
+"""What each family is compared with. Adding a family means adding one entry to ``FAMILIES``."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from tests.families import reference_llama
+
+PROMPT = np.random.default_rng(11).integers(0, 320, 65).tolist()
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """``reference(config, weights, ids)`` gives float64 logits. ``mlx_lm`` maps the variants that mlx-lm computes
+    rightly to its module. ``model_types`` are the config.json spellings that the family must run."""
+
+    reference: Callable
+    mlx_lm: dict[str, str]
+
+
+FAMILIES = {
+    "llama": Oracle(
+        reference=reference_llama.logits,
+        # Not here: mlx-lm runs Mistral without layer_types and Qwen2 unwindowed, has no biases in Qwen3, ignores YaRN's
+        # attention_factor and truncate.
+        mlx_lm={
+            **{
+                f"llama{suffix}": "llama"
+                for suffix in (
+                    *("", "-tied", "-biases", "-one-head", "-three-heads"),
+                    *("-linear", "-llama3", "-yarn", "-yarn-mscale", "-longrope"),
+                )
+            },
+            "mistral-mixed": "llama",
+            "qwen2": "qwen2",
+            "qwen3": "qwen3",
+        },
+    )
+}
+
+
+def mlx_lm_model(module: str, config: dict, weights: dict):
+    """mlx-lm's model of ``config`` with ``weights`` (numpy, by checkpoint name)."""
+    module = importlib.import_module(f"mlx_lm.models.{module}")
+    model = module.Model(module.ModelArgs.from_dict(config))
+    model.load_weights([(name, mx.array(a)) for name, a in weights.items()])
+    return model
+
+
+def assert_close(ours, oracle, what: str = "") -> None:
+    """``close``: within 1e-4 of the standard deviation of the oracle's logits."""
+    ours, oracle = np.asarray(ours, dtype=np.float64), np.asarray(oracle, dtype=np.float64)
+    assert ours.shape == oracle.shape, what
+    off = np.abs(ours - oracle).max() / oracle.std()
+    assert off < 1e-4, f"{what}: logits are off by {off:.2g} standard deviations"
+
+
+def assert_exact(ours, other, what: str = "") -> None:
+    """``exact``: bit for bit."""
+    np.testing.assert_array_equal(np.asarray(ours), np.asarray(other), err_msg=what)
