@@ -6,12 +6,15 @@ import io
 import json
 import os
 import pty
+import re
 import select
+import shlex
 import signal
 import subprocess
 import sys
 import termios
 import time
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -154,6 +157,22 @@ def test_help_has_examples(run, command):
     code, out, _ = run(command, "--help")
     assert code == 0
     assert f"examples:\n  turbospark-mlx {command} " in out
+
+
+def examples():
+    """Every command line that the help texts and the documents show."""
+    texts = [cli.EPILOG, *(import_module(f"turbospark_mlx.cli.{name}").EPILOG for name in cli.SUBCOMMANDS)]
+    texts += [path.read_text() for path in (ROOT / "docs").glob("*.md")]
+    found = (re.search(r"^(?:  |printf .* )?(turbospark-mlx .*)", line) for text in texts for line in text.splitlines())
+    return sorted({match[1] for match in found if match})
+
+
+def test_the_examples_are_right_usage():
+    lines = examples()
+    assert len(lines) > 20
+    for line in lines:
+        words = shlex.split(re.split(r" [<>|] ", line)[0])
+        cli._parser().parse_args(words[1:])
 
 
 def test_ctrl_c_ends_the_answer_with_its_figures():

@@ -1,13 +1,15 @@
 """The API and the commands on tiny real models: the parts together, against the model alone."""
 
 import json
+import re
 import threading
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from turbospark_mlx import Runner, cli, generate, load, stream_generate
+from turbospark_mlx import Runner, cli, generate, load, store, stream_generate
 from turbospark_mlx.errors import ContextError, InstallError
 from turbospark_mlx.perplexity import perplexity
 from turbospark_mlx.testing import make_tiny_install
@@ -135,6 +137,20 @@ def test_perplexity_is_that_of_whole_forwards(loaded, monkeypatch):
     assert result.tokens == len(losses) == 119
     assert result.windows == 3
     assert result.nll == pytest.approx(np.mean(losses), rel=1e-4)
+
+
+def test_the_examples_of_the_python_api_run(tmp_path, monkeypatch, capsys):
+    install = make_tiny_install("llama", tmp_path / "tiny.gturbo")
+    monkeypatch.setattr(store, "resolve", lambda name: install)
+    document = (Path(__file__).parents[1] / "docs" / "python-api.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", document, re.DOTALL)
+    assert len(blocks) == 6
+    namespace = {}
+    for block in blocks:
+        exec(block, namespace)
+    printed = capsys.readouterr().out
+    assert "prompt tokens reused" in printed
+    assert "back end   " in printed
 
 
 @pytest.fixture
