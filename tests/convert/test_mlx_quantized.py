@@ -14,6 +14,7 @@ from turbospark_mlx.errors import OptionError
 from .checkpoints import (
     CONFIG,
     PREFIX,
+    TOKENIZER,
     from_bfloat16,
     mlx_quantized,
     plain,
@@ -228,3 +229,35 @@ def test_options_that_mean_nothing_for_a_quantized_source(tmp_path, options):
     with pytest.raises(OptionError, match="quantized"):
         convert(source, tmp_path / "out.gturbo", progress=False, **options)
     assert not (tmp_path / "out.gturbo").exists()
+
+
+def test_what_mlx_lm_itself_saves(tmp_path):
+    models = pytest.importorskip("mlx_lm.models.llama")
+    from mlx.utils import tree_flatten
+    from mlx_lm.utils import quantize_model, save_config, save_model
+
+    with mx.stream(mx.cpu):
+        model = models.Model(models.ModelArgs.from_dict(CONFIG))
+        model.load_weights([(name, mx.array(values).astype(mx.bfloat16)) for name, values in VALUES.items()])
+
+        def predicate(path, module):
+            if path.endswith("o_proj"):
+                return False
+            return {"bits": 6, "group_size": 32} if path.endswith("q_proj") else True
+
+        model, config = quantize_model(model, dict(CONFIG), 64, 4, quant_predicate=predicate)
+        source = tmp_path / "source"
+        source.mkdir()
+        save_model(source, model)
+        save_config(config, source / "config.json")
+        saved = {name: np.array(array.view(mx.uint8)) for name, array in tree_flatten(model.parameters())}
+    (source / "tokenizer.json").write_bytes(TOKENIZER)
+    report = run(source, tmp_path / "out.gturbo")
+    tensors, formats = read_install(tmp_path / "out.gturbo"), read_formats(tmp_path / "out.gturbo")
+    assert report.copied == len(VALUES)
+    for name in VALUES:
+        stem = name.removesuffix(".weight")
+        for part, key in (("data", name), ("scales", f"{stem}.scales"), ("biases", f"{stem}.biases")):
+            assert tensors[PREFIX + name][part] == (saved[key].tobytes() if key in saved else b"")
+    assert {name: form for name, form in formats.items() if "q_proj" in name} == formats
+    assert set(formats.values()) == {(6, 32, "bfloat16")}
