@@ -232,6 +232,7 @@ def test_a_merge_may_begin_with_a_space():
         ({"tokens": "abc"}, r"tokenizer.ggml.tokens is a str"),
         ({"tokens": ["a", 3]}, r"tokens\[1\] is a int"),
         ({"tokens": ["a", "b", "a"]}, r"'a' twice, at 0 and 2"),
+        ({"token_type": ["x"] * 33}, r"token_type\[0\] is 'x', not a number"),
         ({"token_type": [1]}, r"token_type has 1 entries for 33 tokens"),
         ({"merges": ["1 2", "a z"]}, r"merges\[1\] is 'a z'"),
         ({"merges": ["12"]}, r"merges\[0\] is '12'"),
@@ -256,6 +257,7 @@ def _overrides(fields):
     ("fields", "named"),
     [
         ({"scores": None}, r"no tokenizer.ggml.scores"),
+        ({"scores": [0.0] * 759 + [float("nan")]}, r"scores\[759\] is nan, not a number"),
         ({"scores": [0.0]}, r"scores has 1 entries for"),
         ({"precompiled_charsmap": [1]}, r"precompiled_charsmap"),
     ],

@@ -409,12 +409,21 @@ def test_other_spellings_of_the_config_load(config):
     assert make(config).encode("a")
 
 
+def _without_special_tokens():
+    """Loads, and panics when it is used."""
+    document = json.loads(backend(adds_bos=True).to_str())
+    document["post_processor"]["special_tokens"] = {}
+    return json.dumps(document).encode()
+
+
 @pytest.mark.parametrize(
     ("name", "data"),
     [
         ("tokenizer.json", b""),
         ("tokenizer.json", b"{}"),
         ("tokenizer.json", b"\xff\xfe"),
+        ("tokenizer.json", _without_special_tokens()),
+        ("tokenizer_config.json", b'{"bos_token": "\\ud800"}'),
         ("tokenizer_config.json", b"[]"),
         ("tokenizer_config.json", b"{"),
         ("generation_config.json", b"3"),

@@ -281,7 +281,10 @@ def _is_id(value: Any) -> bool:
 
 def _parse_backend(content: bytes) -> tokenizers.Tokenizer:
     try:
-        return tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+        backend = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+        # Some faults show only in use.
+        backend.decode(backend.encode("a").ids)
+        return backend
     except BaseException as error:
         # A damaged file can make the Rust library panic, which is not an Exception.
         if isinstance(error, KeyboardInterrupt | SystemExit):
@@ -295,6 +298,8 @@ def _json_object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(content.decode("utf-8"))
+        # JSON can spell half a surrogate pair, which is no text.
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError) as error:
         raise InstallError(f"{name} is not JSON: {error}. Fetch or convert the model again.") from error
     if not isinstance(value, dict):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -124,7 +125,7 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
 class _Vocabulary:
     model: str
     tokens: list[str]
-    types: list[int]
+    types: Sequence[int]
 
     @classmethod
     def read(cls, metadata: Mapping[str, Any]) -> _Vocabulary:
@@ -140,9 +141,8 @@ class _Vocabulary:
                     f"tokenizer.ggml.tokens has {token!r} twice, at {first[token]} and {id}; a text can have one id "
                     "only. Convert the model from its safetensors."
                 )
-        types = [int(type) for type in _optional(metadata, "token_type", Sequence, [NORMAL] * len(tokens))]
-        if len(types) != len(tokens):
-            raise ConvertError(f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens.")
+        types = _optional(metadata, "token_type", Sequence, [NORMAL] * len(tokens))
+        _check_numbers("token_type", types, len(tokens))
         return cls(_required(metadata, "model", str), tokens, types)
 
     def ids(self) -> dict[str, int]:
@@ -197,9 +197,8 @@ def _sentencepiece(vocabulary: _Vocabulary, metadata: Mapping[str, Any]) -> Toke
             "tokenizer.ggml.precompiled_charsmap, a table that rewrites text first, is not supported. Convert the "
             "model from its safetensors, which carry a tokenizer.json."
         )
-    scores = [float(score) for score in _required(metadata, "scores", Sequence)]
-    if len(scores) != len(vocabulary.tokens):
-        raise ConvertError(f"tokenizer.ggml.scores has {len(scores)} entries for {len(vocabulary.tokens)} tokens.")
+    scores = _required(metadata, "scores", Sequence)
+    _check_numbers("scores", scores, len(vocabulary.tokens))
     unknown = vocabulary.special(metadata, "unknown")
     if unknown is None:
         unknown = next((id for id, type in enumerate(vocabulary.types) if type == UNKNOWN), None)
@@ -226,7 +225,7 @@ def _sentencepiece(vocabulary: _Vocabulary, metadata: Mapping[str, Any]) -> Toke
     return tokenizer
 
 
-def _merges_by_score(vocabulary: _Vocabulary, scores: list[float]) -> list[tuple[str, str]]:
+def _merges_by_score(vocabulary: _Vocabulary, scores: Sequence[float]) -> list[tuple[str, str]]:
     ids = vocabulary.ids()
     found = []
     for token, id in ids.items():
@@ -273,6 +272,14 @@ def _optional(metadata: Mapping[str, Any], name: str, kind: type, default: Any) 
             "fetch it again."
         )
     return value
+
+
+def _check_numbers(name: str, values: Sequence[Any], count: int) -> None:
+    if len(values) != count:
+        raise ConvertError(f"tokenizer.ggml.{name} has {len(values)} entries for {count} tokens.")
+    for id, value in enumerate(values):
+        if not isinstance(value, int | float) or not isfinite(value):
+            raise ConvertError(f"tokenizer.ggml.{name}[{id}] is {value!r:.40}, not a number. Fetch the file again.")
 
 
 def _json(value: Any) -> bytes:
