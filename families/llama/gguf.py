@@ -97,7 +97,7 @@ def hf_config_from_gguf(metadata: Mapping[str, Any]) -> dict[str, Any]:
     for key, harmless in _HARMLESS_VALUES.items():
         fields.allow_only(key, harmless, "this family does not implement it.")
     heads, hidden = fields.size("attention.head_count"), fields.size("embedding_length")
-    head_dim = fields.size("attention.key_length", fields.size("rope.dimension_count", hidden // heads))
+    head_dim = fields.size("attention.key_length", hidden // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         fields.allow_only(key, (head_dim,), f"this family has heads of one size, {head_dim}, and rotates all of it.")
     config = {
