@@ -79,6 +79,7 @@ def test_flags_reach_the_sampler(run):
     )
     drawn = {run("generate", "m", "hi", "--temp", "5", "--seed", seed, "--max-tokens", "12")[1] for seed in "112"}
     assert len(drawn) == 2
+    assert "\nseed: 5\n" in run("generate", "m", "hi", "--temp", "1", "--seed", "5", "--max-tokens", "1")[2]
     drawn = run(
         "generate", "m", "hi", "--temp", "5", "--top-k", "1", "--top-p", "0.9", "--min-p", "0.1", "--max-tokens", "3"
     )
@@ -266,15 +267,16 @@ def test_chat_answers_fit_what_is_left_and_a_full_context_is_an_error(run):
 class Terminal:
     """A chat on a terminal of its own."""
 
-    def __init__(self, *args, delay=0.01):
+    def __init__(self, *args, delay=0.01, stdout=None):
         self.master, slave = pty.openpty()
+        termios.tcsetwinsize(slave, (24, 100))
 
         def control():
             os.setsid()
             fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
 
         self.process = start(
-            "chat", "m", *args, delay=delay, stdin=slave, stdout=slave, stderr=slave, preexec_fn=control
+            "chat", "m", *args, delay=delay, stdin=slave, stdout=stdout or slave, stderr=slave, preexec_fn=control
         )
         os.close(slave)
         self.text = ""
@@ -321,11 +323,36 @@ def test_chat_on_a_terminal():
     assert terminal.end() == 0
 
 
+def test_a_long_prompt_on_a_terminal_has_a_progress_bar():
+    terminal = Terminal("--max-tokens", "3")
+    terminal.wait_for("> ")
+    terminal.type("hi\n")
+    assert "prompt: " not in terminal.wait_for("length]")
+    terminal.type("a" * 300 + "\n")
+    terminal.wait_for("prompt: ")
+    drawn = [int(done) for done in re.findall(r"(\d+)/317 ", terminal.wait_for("length]"))]
+    assert drawn == sorted(drawn)
+    assert 0 < drawn[-1] <= 317
+    terminal.type("/exit\n")
+    assert terminal.end() == 0
+
+
+def test_a_chat_whose_answers_go_to_a_file(tmp_path):
+    with open(tmp_path / "answers", "w") as answers:
+        terminal = Terminal("--max-tokens", "3", stdout=answers)
+        terminal.wait_for("> ")
+        terminal.type("hi\n")
+        terminal.wait_for("> ")
+        terminal.type("\x04")
+        assert terminal.end() == 0
+    assert (tmp_path / "answers").read_text() == "abc\n"
+
+
 def test_an_error_on_a_terminal_does_not_end_the_chat():
     terminal = Terminal("--max-context", "20")
     terminal.wait_for("> ")
     terminal.type("abcdefghijklmnop\n")
-    terminal.wait_for("error: The prompt has 22 tokens")
+    assert terminal.wait_for("/reset starts over.").count("error: The prompt has 22 tokens") == 1
     terminal.wait_for("> ")
     terminal.type("hi\n")
     terminal.wait_for("[prompt 8 tokens")

@@ -135,11 +135,12 @@ def generate(model: nn.Module, tokenizer: Tokenizer, prompt: Prompt, verbose: bo
 def figures(last: GenerationResponse) -> str:
     """The figures of an answer, as lines of text, from its last response."""
     reused = f" ({last.reused_tokens} reused)" if last.reused_tokens else ""
+    seed = "" if last.seed is None else f"\nseed: {last.seed}"
     return (
         f"prompt: {last.prompt_tokens} tokens{reused}, {last.prompt_tps:.1f} tokens/s\n"
         f"generated: {last.generation_tokens} tokens, {last.generation_tps:.1f} tokens/s\n"
         f"peak memory: {last.peak_memory:.2f} GB\n"
-        f"finish reason: {last.finish_reason}"
+        f"finish reason: {last.finish_reason}{seed}"
     )
 
 

@@ -245,6 +245,9 @@ def test_rates_count_what_was_run(monkeypatch):
     assert {r.prompt_tps for r in second} == {1.0}
     # A token after the first takes one step of the model and one of the sampler; the first only the latter.
     assert [r.generation_tps for r in second] == [0, 1 / 3, 2 / 5, 3 / 7, 4 / 9]
+    stop = threading.Event()
+    (cancelled,) = run(runner, list(range(10, 28)), progress=lambda done, total: stop.set(), cancelled=stop)
+    assert cancelled.prompt_tps == 4.0  # of 18 tokens, one chunk was run
 
 
 def test_mlx_lm_logits_processors_and_samplers_plug_in():

@@ -17,7 +17,7 @@ from turbospark_mlx.cli.options import (
     sampling_options,
     token_limit,
 )
-from turbospark_mlx.errors import OptionError, TurbosparkError
+from turbospark_mlx.errors import ContextError, OptionError, TurbosparkError
 
 HELP = "talk with a model, turn by turn"
 
@@ -74,7 +74,8 @@ def run(args: argparse.Namespace) -> int:
                 except TurbosparkError as error:
                     if not interactive:
                         raise
-                    print(f"error: {error}", file=sys.stderr)
+                    hint = " /reset starts over." if isinstance(error, ContextError) else ""
+                    print(f"error: {error}{hint}", file=sys.stderr)
     return 0
 
 
@@ -140,7 +141,10 @@ def _read_line(interactive: bool) -> str | None:
     """The next line, or None at the end of the input. Ctrl-C drops what was typed."""
     while True:
         try:
-            return input("> " if interactive else "")
+            if not interactive or sys.stdout.isatty():
+                return input("> " if interactive else "")
+            print("> ", end="", file=sys.stderr, flush=True)
+            return input()
         except EOFError:
             if interactive:
                 print(file=sys.stderr)

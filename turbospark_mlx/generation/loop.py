@@ -167,7 +167,7 @@ class _Answer:
         self._matcher = StopMatcher(request.stop_strings)
         cancelled = request.cancelled
         self._cancelled = cancelled.is_set if isinstance(cancelled, threading.Event) else cancelled or (lambda: False)
-        self._reused = self._generated = 0
+        self._reused = self._prompt_run = self._generated = 0
         self._prompt_seconds = self._decode_seconds = 0.0
 
     def responses(self):
@@ -198,14 +198,13 @@ class _Answer:
         """Logits behind the prompt, or None when cancelled."""
         began = time.perf_counter()
         self._reused = self._runner.reuse(self._ids)
-        report = self._request.progress
 
         def progress(done, total):
-            report(self._reused + done, self._reused + total)
+            self._prompt_run = done
+            if self._request.progress is not None:
+                self._request.progress(self._reused + done, self._reused + total)
 
-        logits = self._runner.prefill(
-            self._ids[self._reused :], progress=progress if report else None, cancelled=self._cancelled
-        )
+        logits = self._runner.prefill(self._ids[self._reused :], progress=progress, cancelled=self._cancelled)
         self._prompt_seconds = time.perf_counter() - began
         return logits
 
@@ -230,13 +229,13 @@ class _Answer:
         return self._matcher.push(self._detokenizer.finish()) + self._matcher.finish()
 
     def _response(self, text, token, finish_reason, chosen_from):
-        run, after_first = len(self._ids) - self._reused, max(self._generated - 1, 0)
+        after_first = max(self._generated - 1, 0)
         return GenerationResponse(
             text=text,
             token=token,
             prompt_tokens=len(self._ids),
             reused_tokens=self._reused,
-            prompt_tps=run / self._prompt_seconds if self._prompt_seconds else 0.0,
+            prompt_tps=self._prompt_run / self._prompt_seconds if self._prompt_seconds else 0.0,
             generation_tokens=self._generated,
             generation_tps=after_first / self._decode_seconds if after_first else 0.0,
             peak_memory=mx.get_peak_memory() / 1e9,
