@@ -8,6 +8,7 @@ from turbospark_mlx.custom_kernels import backends
 from turbospark_mlx.custom_kernels.affine import affine_embedding, affine_matmul, gated_affine_matmul
 from turbospark_mlx.custom_kernels.dense import dense_matmul
 from turbospark_mlx.custom_kernels.norm import rms_norm
+from turbospark_mlx.custom_kernels.rotary import qkv_epilogue, rotation_table
 from turbospark_mlx.custom_kernels.sdpa import attention
 
 __all__ = [
@@ -17,5 +18,7 @@ __all__ = [
     "backends",
     "dense_matmul",
     "gated_affine_matmul",
+    "qkv_epilogue",
     "rms_norm",
+    "rotation_table",
 ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 
-from turbospark_mlx.custom_kernels import gemv
+from turbospark_mlx.custom_kernels import gemv, lookup
 from turbospark_mlx.custom_kernels.backends import Backend, blas
 from turbospark_mlx.custom_kernels.norm import rms_norm, rms_norm_reference
 from turbospark_mlx.errors import OptionError
@@ -82,6 +82,12 @@ def affine_matmul(
     """
     check_affine("affine_matmul", x.shape[-1], weight, scales, biases, bits=bits, group_size=group_size)
     _check_norm("affine_matmul", x, norm_weight, eps)
+    for name, added, shape in (
+        ("bias", bias, (weight.shape[0],)),
+        ("residual", residual, (*x.shape[:-1], weight.shape[0])),
+    ):
+        if added is not None and added.shape != shape:
+            raise OptionError(f"affine_matmul: {name} is {list(added.shape)}, but the result needs {list(shape)}")
     if x.size == 0:
         return mx.zeros((*x.shape[:-1], weight.shape[0]), dtype=x.dtype)
     matrix = {"bits": bits, "group_size": group_size}
@@ -93,7 +99,7 @@ def affine_matmul(
         x = rms_norm(x, norm_weight, eps=eps, backend=backend)
     if backend.device == "cpu" and x.size // x.shape[-1] >= BLAS_ROWS:
         backend.count("affine_matmul", "blas")
-        y = blas.affine_matmul(x, weight, scales, biases, **matrix, bias=bias)
+        y = blas.affine_matmul(x, weight, scales, biases, **matrix, bias=bias, compiled=backend.name == "host")
     else:
         backend.count("affine_matmul", "mlx")
         if backend.device == "cpu":
@@ -187,5 +193,12 @@ def affine_embedding(
                 f"affine_embedding: ids run from {known.min()} to {known.max()}, but the table has "
                 f"{weight.shape[0]} rows"
             )
+        flat = mx.array(known.astype(np.int32).reshape(-1))
+    else:
+        flat = ids.astype(mx.int32).reshape(-1)
+    if backend.launch is not None and weight.size >= 8 and (backend.device == "gpu" or dtype == mx.float32):
+        backend.count("affine_embedding", "kernel")
+        call = lookup.plan(backend.name, ids.shape, weight.shape[0], columns, bits, group_size, scales.dtype, dtype)
+        return backend.launch(call, (flat, weight, scales, biases))[0]
     backend.count("affine_embedding", "mlx")
     return affine_embedding_reference(ids, weight, scales, biases, bits=bits, group_size=group_size, dtype=dtype)

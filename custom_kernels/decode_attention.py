@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import struct
 from functools import lru_cache
 
 import mlx.core as mx
 
 from turbospark_mlx.custom_kernels.backends import Backend
 from turbospark_mlx.custom_kernels.backends.host import thread_count
-from turbospark_mlx.custom_kernels.backends.kernel import Kernel, Launch
+from turbospark_mlx.custom_kernels.backends.kernel import Kernel, Launch, float_bits
 
 PARTIAL = Kernel(
     "attention_decode_partial",
     inputs=("q", "k", "v", "sinks"),
     outputs=("out", "peaks", "totals"),
     headers=("attention",),
-    strided=True,
 )
 COMBINE = Kernel(
     "attention_decode_combine", inputs=("parts", "peaks", "totals", "sinks"), outputs=("y",), headers=("attention",)
@@ -41,11 +39,25 @@ def serves(q: mx.array, k: mx.array, v: mx.array, mask, backend: Backend) -> boo
 
 
 @lru_cache(maxsize=4096)
-def _launches(name, shape, kv_heads, value_dim, chunks, scale, causal, window, dtype, kv_dtype, sink_dtype):
+def plan(
+    backend: str,
+    shape: tuple[int, ...],
+    kv_heads: int,
+    value_dim: int,
+    chunks: int,
+    scale: float,
+    causal: bool,
+    window: int,
+    dtype: mx.Dtype,
+    kv_dtype: mx.Dtype,
+    sink_dtype: mx.Dtype | None,
+) -> tuple[Launch, Launch]:
+    """The two launches for ``q`` of ``shape`` and keys in ``chunks``; ``window`` 0 is none."""
     batch, heads, length, head_dim = shape
     share, rows = heads // kv_heads * length, batch * heads * length
-    if name == "host":
-        queries, keys, simdgroups = min(share, 8), 16, 1
+    host = backend == "host"
+    if host:
+        queries, keys, simdgroups = share if length == 1 else 8, 16, 1
     else:
         queries, keys, simdgroups = max(1, min(share, 4, 512 // max(head_dim, value_dim))), 4, 8
     partial = Launch(
@@ -56,40 +68,36 @@ def _launches(name, shape, kv_heads, value_dim, chunks, scale, causal, window, d
             ("O", dtype if chunks == 1 else mx.float32),
             ("H", heads),
             ("KV", kv_heads),
-            ("L", length),
             ("D", head_dim),
             ("E", value_dim),
             ("QUERIES", queries),
             ("KEYS", keys),
             ("SIMDGROUPS", simdgroups),
-            ("SCALE_BITS", struct.unpack("<i", struct.pack("<f", scale))[0]),
+            ("SCALE_BITS", float_bits(scale)),
             ("CAUSAL", causal),
             ("WINDOW", window),
             ("SINKS", sink_dtype is not None),
-            ("SINGLE", chunks == 1),
         ),
         groups=(batch * kv_heads * -(-share // queries), chunks),
         simdgroups=simdgroups,
         input_dtypes=(dtype, kv_dtype, kv_dtype, sink_dtype or dtype),
-        output_shapes=((rows, chunks, value_dim), (rows, chunks), (rows, chunks)),
+        output_shapes=((*shape[:3], value_dim) if chunks == 1 else (rows, chunks, value_dim), *[(rows, chunks)] * 2),
         output_dtypes=(dtype if chunks == 1 else mx.float32, mx.float32, mx.float32),
     )
-    if chunks == 1:
-        return partial, None
     combine = Launch(
         COMBINE,
         template=(
             ("T", dtype),
             ("H", heads),
-            ("L", length),
+            # Only a sink needs to know which head a row belongs to.
+            ("L", length if sink_dtype is not None else 1),
             ("E", value_dim),
-            ("CHUNKS", chunks),
             ("SINKS", sink_dtype is not None),
         ),
         groups=(rows, 1),
-        simdgroups=1 if name == "host" else min(4, -(-value_dim // 32)),
+        simdgroups=1 if host else min(4, -(-value_dim // 32)),
         input_dtypes=(mx.float32, mx.float32, mx.float32, sink_dtype or dtype),
-        output_shapes=((rows, value_dim),),
+        output_shapes=((*shape[:3], value_dim),),
         output_dtypes=(dtype,),
     )
     return partial, combine
@@ -107,7 +115,7 @@ def decode_attention(
     backend: Backend,
 ) -> mx.array:
     """The attention that `sdpa.attention` defines, for what `serves` accepts."""
-    batch, heads, length, _ = q.shape
+    batch, _, length, _ = q.shape
     kv_heads, keys, value_dim = k.shape[1], k.shape[2], v.shape[3]
     seen = keys if window is None else min(keys, window + length - 1)
     groups = batch * kv_heads
@@ -118,7 +126,7 @@ def decode_attention(
         and (backend.name != "host" or groups * chunks < 4 * thread_count())
     ):
         chunks *= 2
-    partial, combine = _launches(
+    partial, combine = plan(
         backend.name,
         q.shape,
         kv_heads,
@@ -126,13 +134,15 @@ def decode_attention(
         chunks,
         scale,
         causal and length > 1,
-        window if window is not None and window < keys else 0,
+        window or 0,
         q.dtype,
         k.dtype,
         None if sinks is None else sinks.dtype,
     )
     logits = q if sinks is None else sinks
     out, *statistics = backend.launch(partial, (q, k, v, logits))
-    if combine is not None:
+    if chunks > 1:
         (out,) = backend.launch(combine, (out, *statistics, logits))
-    return out.reshape(batch, heads, length, value_dim)
+    else:
+        backend.prepare(combine)
+    return out

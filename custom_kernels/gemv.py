@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import struct
 from functools import lru_cache
 
 import mlx.core as mx
 
 from turbospark_mlx.custom_kernels.backends import Backend
 from turbospark_mlx.custom_kernels.backends.host import thread_count
-from turbospark_mlx.custom_kernels.backends.kernel import Kernel, Launch
+from turbospark_mlx.custom_kernels.backends.kernel import SIMD_WIDTH, Kernel, Launch, float_bits
 
 KERNEL = Kernel(
     "dequant_gemv_simd",
@@ -19,9 +18,11 @@ KERNEL = Kernel(
 )
 ROWS = 8
 """Rows of x up to which the kernel is used: more belong to a matrix product."""
+TOGETHER = {"metal": (1, 2, 4, 8), "cuda": (1, 2, 4, 8), "host": (1, 4)}
+"""Numbers of rows that are read together. Each is a variant to compile, which takes the host a second."""
 STAGED_BYTES = {"metal": 30 << 10, "cuda": 44 << 10, "host": 256 << 10}
 """Threadgroup memory for activations: under 32 KB on Metal and 48 KB on CUDA; on the host it is a thread's stack."""
-WEIGHTS_PER_GROUP = 1 << 16
+PRODUCTS_PER_GROUP = 1 << 16
 """Products that are worth a hand-over to another core: some microseconds."""
 
 
@@ -36,18 +37,31 @@ def serves(x: mx.array, weight: mx.array, backend: Backend) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _launch(
-    name, rows, out, columns, bits, group_size, gated, eps, companion, dtype, norm_dtype, bias_dtype, residual
+def plan(
+    backend: str,
+    shape: tuple[int, ...],
+    most: int,
+    out: int,
+    bits: int,
+    group_size: int,
+    gated: bool,
+    eps: float,
+    residual: bool,
+    companion: mx.Dtype,
+    dtype: mx.Dtype,
+    norm_dtype: mx.Dtype | None,
+    bias_dtype: mx.Dtype | None,
 ) -> Launch:
-    blocks = columns // 32
-    block_bytes = rows * (32 * (dtype.size if name != "host" else 4) + 4)
-    tile = min(blocks, STAGED_BYTES[name] // block_bytes)
-    if name == "host":
+    """The launch for ``x`` of ``shape``, whose rows, at most ``most``, are read together."""
+    columns = shape[-1]
+    blocks, host = columns // 32, backend == "host"
+    tile = min(blocks, STAGED_BYTES[backend] // (most * (32 * (4 if host else dtype.size) + 4)))
+    if host:
         # A few threadgroups a core, so that one that is busy elsewhere does not hold the others up.
         rows_at_once, simdgroups = 1, 1
-        groups = max(1, min(out, 4 * thread_count(), rows * out * columns // WEIGHTS_PER_GROUP))
+        groups = max(1, min(out, 4 * thread_count(), most * out * columns // PRODUCTS_PER_GROUP))
     else:
-        tile = tile if tile == blocks else tile // 32 * 32
+        tile = tile if tile == blocks else tile // SIMD_WIDTH * SIMD_WIDTH
         rows_at_once, simdgroups = 2, 8
         groups = -(-out // (rows_at_once * simdgroups))
     return Launch(
@@ -56,13 +70,13 @@ def _launch(
             ("T", dtype),
             ("K", columns),
             ("N", 2 * out if gated else out),
-            ("M", rows),
+            ("M", most),
             ("BITS", bits),
             ("GROUP", group_size),
             ("ROWS", rows_at_once),
             ("TILE", tile),
             ("NORM", norm_dtype is not None),
-            ("EPSILON_BITS", 0 if norm_dtype is None else struct.unpack("<i", struct.pack("<f", eps))[0]),
+            ("EPSILON_BITS", float_bits(eps)),
             ("GATED", gated),
             ("BIAS", bias_dtype is not None),
             ("RESIDUAL", residual),
@@ -70,7 +84,7 @@ def _launch(
         groups=(groups, 1),
         simdgroups=simdgroups,
         input_dtypes=(mx.uint32, companion, companion, dtype, norm_dtype or dtype, bias_dtype or dtype, dtype),
-        output_shapes=((rows, out),),
+        output_shapes=((*shape[:-1], out),),
         output_dtypes=(dtype,),
     )
 
@@ -91,35 +105,39 @@ def gemv(
     backend: Backend,
 ) -> mx.array:
     """The product that `affine.affine_matmul` and `affine.gated_affine_matmul` define, for what `serves` accepts."""
-    columns, out = x.shape[-1], weight.shape[0] // (2 if gated else 1)
-    rows = x.size // columns
-    flat = x if x.ndim == 2 else x.reshape(rows, columns)
-    added = None if residual is None else residual.reshape(rows, out).astype(x.dtype)
-    parts = []
-    start = 0
-    while start < rows:
-        take = 1 << ((rows - start).bit_length() - 1)
-        while take > 1 and take * columns * 4 > STAGED_BYTES["host"]:
-            take //= 2
-        call = _launch(
+    columns = x.shape[-1]
+    rows, out = x.size // columns, weight.shape[0] // (2 if gated else 1)
+    if residual is not None and residual.dtype != x.dtype:
+        residual = residual.astype(x.dtype)
+
+    def run(part: mx.array, most: int, added: mx.array | None) -> mx.array:
+        call = plan(
             backend.name,
-            take,
+            part.shape,
+            most,
             out,
-            columns,
             bits,
             group_size,
             gated,
-            eps,
+            eps or 0.0,
+            added is not None,
             scales.dtype,
             x.dtype,
             None if norm_weight is None else norm_weight.dtype,
             None if bias is None else bias.dtype,
-            added is not None,
         )
-        part = flat if take == rows else flat[start : start + take]
-        more = part if added is None else added if take == rows else added[start : start + take]
-        norm, offset = (part if a is None else a for a in (norm_weight, bias))
-        parts += backend.launch(call, (weight, scales, biases, part, norm, offset, more))
-        start += take
-    y = parts[0] if len(parts) == 1 else mx.concatenate(parts)
-    return y if x.ndim == 2 else y.reshape(*x.shape[:-1], out)
+        # An input that the variant does not read still needs an array.
+        norm, offset, more = (part if a is None else a for a in (norm_weight, bias, added))
+        return backend.launch(call, (weight, scales, biases, part, norm, offset, more))[0]
+
+    if rows == 1:
+        return run(x, 1, residual)
+    # The kernel takes the number of rows from the first axis.
+    flat, added = x.reshape(rows, columns), None if residual is None else residual.reshape(rows, out)
+    sizes = [size for size in TOGETHER[backend.name] if size * columns * 4 <= STAGED_BYTES["host"]] or [1]
+    parts = []
+    for start in range(0, rows, sizes[-1]):
+        chosen = slice(start, min(start + sizes[-1], rows))
+        most = next(size for size in sizes if size >= chosen.stop - start)
+        parts.append(run(flat[chosen], most, None if added is None else added[chosen]))
+    return (parts[0] if len(parts) == 1 else mx.concatenate(parts)).reshape(*x.shape[:-1], out)

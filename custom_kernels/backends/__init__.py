@@ -20,7 +20,8 @@ class Backend:
     """What was chosen to run the ops, and how often each way of running each op was taken.
 
     ``device`` is ``"cpu"`` or ``"gpu"``. ``reason`` is one sentence for the user. ``launch`` runs one of our kernels,
-    or is None where there are none. ``counters`` maps ``(op, path)`` to a number of calls, where path is ``"kernel"``,
+    or is None where there are none; ``prepare`` compiles one that will be needed,
+    where that is done ahead. ``counters`` maps ``(op, path)`` to a number of calls, where path is ``"kernel"``,
     ``"mlx"`` (plain mlx) or ``"blas"`` (numpy's BLAS, on a CPU).
     """
 
@@ -30,6 +31,7 @@ class Backend:
     launch: Callable[[Launch, tuple[mx.array, ...]], list[mx.array]] | None = field(
         default=None, compare=False, repr=False
     )
+    prepare: Callable[[Launch], None] = field(default=lambda call: None, compare=False, repr=False)
     counters: Counter[tuple[str, str]] = field(default_factory=Counter, compare=False, repr=False)
 
     def count(self, op: str, path: str) -> None:
@@ -50,7 +52,7 @@ def select(kernels: str = "auto") -> Backend:
         kernels = next((name for name, there in available.items() if there), "reference" if on_gpu else "host")
         if kernels == "host":
             try:
-                return Backend("host", "cpu", host.describe(), host.launch)
+                return Backend("host", "cpu", host.describe(), host.launch, host.prepare)
             except BackendError as error:
                 return Backend("reference", "cpu", f"MLX's own operations and numpy's BLAS, because {error}")
     if kernels in available:
@@ -63,7 +65,7 @@ def select(kernels: str = "auto") -> Backend:
     if kernels == "host":
         if on_gpu:
             raise BackendError("kernels='host' runs on a CPU; call mlx.core.set_default_device(mlx.core.cpu) first")
-        return Backend("host", "cpu", host.describe(), host.launch)
+        return Backend("host", "cpu", host.describe(), host.launch, host.prepare)
     return Backend(
         "reference", "gpu" if on_gpu else "cpu", "MLX's own operations" + ("" if on_gpu else " and numpy's BLAS")
     )

@@ -9,6 +9,9 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 
+from turbospark_mlx.custom_kernels import lookup
+from turbospark_mlx.custom_kernels.backends import host
+
 SCRATCH_BYTES = 8 << 20
 QUERY_TILE = 128
 """Queries whose scores are taken together: smaller tiles skip more of the keys that a causal mask hides."""
@@ -35,15 +38,21 @@ def _product(x: mx.array, rows: int, width: int, tile, bias: mx.array | None) ->
     return mx.array(out).reshape(*x.shape[:-1], rows).astype(x.dtype)
 
 
-def affine_matmul(x, weight, scales, biases, *, bits: int, group_size: int, bias) -> mx.array:
-    """`affine.affine_matmul` with the matrix dequantized tile by tile."""
+def affine_matmul(x, weight, scales, biases, *, bits: int, group_size: int, bias, compiled: bool) -> mx.array:
+    """`affine.affine_matmul` with the matrix dequantized tile by tile; ``compiled`` chooses our kernel for that."""
+    rows, columns = weight.shape[0], x.shape[-1]
 
     def tile(start: int, stop: int) -> np.ndarray:
+        if compiled:
+            ids = mx.array(np.arange(start, stop, dtype=np.int32))
+            shape = (stop - start,)
+            call = lookup.plan("host", shape, rows, columns, bits, group_size, scales.dtype, mx.float32)
+            return host.run(call, (ids, weight, scales, biases))[0]
         # mx.dequantize computes in the companions' dtype, which is both wrong and slow in half precision.
         s, b = (a[start:stop].astype(mx.float32) for a in (scales, biases))
         return view(mx.dequantize(weight[start:stop], s, b, group_size=group_size, bits=bits))
 
-    return _product(x, weight.shape[0], x.shape[-1], tile, bias)
+    return _product(x, rows, columns, tile, bias)
 
 
 def dense_matmul(x, weight, *, bias) -> mx.array:

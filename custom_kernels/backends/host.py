@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from turbospark_mlx.custom_kernels.backends import compiler
-from turbospark_mlx.custom_kernels.backends.kernel import METAL, Kernel, Launch, read_source
+from turbospark_mlx.custom_kernels.backends.kernel import METAL, Launch, read_source
 from turbospark_mlx.errors import BackendError
 
 HERE = Path(__file__).parent
@@ -73,13 +73,6 @@ def _runtime() -> tuple[Callable[..., int], int]:
     return _chosen()[1], thread_count()
 
 
-def uses(kernel: Kernel, name: str) -> int:
-    """Whether the body reads the shape and the strides of an input. MLX decides by the same search."""
-    if not kernel.strided:
-        return 0
-    return SHAPE * (f"{name}_shape" in kernel.source) | STRIDES * (f"{name}_strides" in kernel.source)
-
-
 def source_text(call: Launch) -> str:
     """The C++ text of one variant of a kernel: the shims, the headers, the parameters, and the body in a function."""
     kernel = call.kernel
@@ -95,9 +88,9 @@ def source_text(call: Launch) -> str:
     arguments = []
     for name, dtype in zip(kernel.inputs, call.input_dtypes, strict=True):
         arguments.append((f"const {TYPES[dtype]}*", name))
-        if uses(kernel, name) & SHAPE:
+        if kernel.reads(name, "shape"):
             arguments.append(("const int*", f"{name}_shape"))
-        if uses(kernel, name) & STRIDES:
+        if kernel.reads(name, "strides"):
             arguments.append(("const int64_t*", f"{name}_strides"))
     for name, dtype in zip(kernel.outputs, call.output_dtypes, strict=True):
         arguments.append((f"{TYPES[dtype]}*", name))
@@ -130,15 +123,29 @@ def _prepared(call: Launch) -> tuple[int, bytes, tuple]:
     library = _compiled(source_text(call), call.kernel.name)
     address = ctypes.cast(library.run, ctypes.c_void_p).value
     outputs = tuple(zip(call.output_shapes, (NUMPY_TYPES[dtype] for dtype in call.output_dtypes), strict=True))
-    return address, bytes(uses(call.kernel, name) for name in call.kernel.inputs), outputs
+    reads = [
+        SHAPE * call.kernel.reads(name, "shape") | STRIDES * call.kernel.reads(name, "strides")
+        for name in call.kernel.inputs
+    ]
+    return address, bytes(reads), outputs
+
+
+def run(call: Launch, inputs: tuple[mx.array, ...]) -> tuple[np.ndarray, ...]:
+    """Run one kernel, wait for it, and return its outputs."""
+    address, reads, made = _prepared(call)
+    outputs = tuple(np.empty(shape, dtype) for shape, dtype in made)
+    launcher, threads = _runtime()
+    while status := launcher(address, inputs, reads, outputs, *call.groups, threads):
+        index = status - 1
+        inputs = (*inputs[:index], mx.contiguous(inputs[index]), *inputs[index + 1 :])
+    return outputs
+
+
+def prepare(call: Launch) -> None:
+    """Compile a kernel, or load it from the cache, so that its first launch is as fast as the others."""
+    _prepared(call)
 
 
 def launch(call: Launch, inputs: tuple[mx.array, ...]) -> list[mx.array]:
-    """Run one kernel and wait for it."""
-    address, reads, made = _prepared(call)
-    outputs = tuple(np.empty(shape, dtype) for shape, dtype in made)
-    run, threads = _runtime()
-    while status := run(address, inputs, reads, outputs, *call.groups, threads):
-        index = status - 1
-        inputs = (*inputs[:index], mx.contiguous(inputs[index]), *inputs[index + 1 :])
-    return [mx.array(output) for output in outputs]
+    """`run` with its outputs as MLX arrays."""
+    return [mx.array(output) for output in run(call, inputs)]

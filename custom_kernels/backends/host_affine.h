@@ -36,8 +36,9 @@ METAL_FUNC void load_words(const uint* from, uint* words) {
   memcpy(words, from, BITS * sizeof(uint));
 }
 
-template <int BITS, typename T>
-METAL_FUNC Partial dot_chunk(const uint* words, int j, const Chunk<T>& x, Partial sum) {
+// The eight weights of chunk ``j`` of a block: little-endian bit order.
+template <int BITS>
+METAL_FUNC Float8 chunk_weights(const uint* words, int j) {
   Uint8 weights;
   if (BITS == 8) {
 #if defined(__AVX2__)
@@ -58,5 +59,16 @@ METAL_FUNC Partial dot_chunk(const uint* words, int j, const Chunk<T>& x, Partia
       weights[i] = value & ((1u << BITS) - 1u);
     }
   }
-  return sum + __builtin_convertvector((Int8)weights, Float8) * x.values;
+  return __builtin_convertvector((Int8)weights, Float8);
+}
+
+template <int BITS>
+METAL_FUNC void unpack_chunk(const uint* words, int j, float* values) {
+  const Float8 weights = chunk_weights<BITS>(words, j);
+  memcpy(values, &weights, sizeof weights);
+}
+
+template <int BITS, typename T>
+METAL_FUNC Partial dot_chunk(const uint* words, int j, const Chunk<T>& x, Partial sum) {
+  return sum + chunk_weights<BITS>(words, j) * x.values;
 }

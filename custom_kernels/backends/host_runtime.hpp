@@ -4,6 +4,7 @@
 // shared counter until none is left, so a core that is busy elsewhere holds nobody up. Which thread runs a threadgroup
 // does not change its result.
 #include <pthread.h>
+#include <sched.h>
 #include <stdint.h>
 #include <unistd.h>
 
@@ -30,7 +31,7 @@ typedef void (*Kernel)(const void* const* buffers, const uint32_t* groups, uint3
 
 namespace {
 
-constexpr int MAX_ARRAYS = 16, MAX_BUFFERS = 3 * MAX_ARRAYS, MAX_DIMENSIONS = 8, MAX_THREADS = 256, SPINS = 20000;
+constexpr int MAX_ARRAYS = 16, MAX_BUFFERS = 3 * MAX_ARRAYS, MAX_DIMENSIONS = 8, MAX_THREADS = 256, SPINS = 20000, YIELD_AFTER = 1000;
 constexpr uint32_t NO_GENERATION = 0;
 constexpr int WRITABLE = 0x0001, STRIDED = 0x0018;           // PyBUF_WRITABLE, PyBUF_STRIDES
 
@@ -139,7 +140,8 @@ void run(Kernel kernel, const void* const* buffers, const uint32_t* groups, int 
     pthread_mutex_unlock(&sleep_lock);
   }
   work();
-  while (__atomic_load_n(&unfinished, __ATOMIC_ACQUIRE)) pause_core();
+  // The thread that is waited for may need this core.
+  for (int i = 0; __atomic_load_n(&unfinished, __ATOMIC_ACQUIRE); ++i) i < YIELD_AFTER ? pause_core() : (void)sched_yield();
   pthread_mutex_unlock(&entry);
 }
 

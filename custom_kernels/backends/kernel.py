@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -17,6 +18,11 @@ SIMD_WIDTH = 32
 Template = tuple[tuple[str, int | bool | mx.Dtype], ...]
 
 
+def float_bits(value: float) -> int:
+    """A float32 as the int32 with its bits, because template parameters cannot be floats."""
+    return struct.unpack("<i", struct.pack("<f", value))[0]
+
+
 @cache
 def read_source(path: Path) -> str:
     return path.read_text(encoding="utf-8")
@@ -27,19 +33,26 @@ class Kernel:
     """One file of ``metal/``, whose text is the body of a kernel function.
 
     The body names its inputs, its outputs, the template parameters of the launch and Metal's thread attributes.
-    ``headers`` are files of ``metal/``; a back end may have its own version of one. Inputs are contiguous unless
-    ``strided``; the body of a strided kernel addresses them by ``NAME_strides`` (in elements) and ``NAME_shape``.
+    ``headers`` are files of ``metal/``; a back end may have its own version of one. A body that names ``NAME_shape`` or
+    ``NAME_strides`` (in elements) is given them. If it names strides at all, no input is made contiguous for it.
     """
 
     name: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     headers: tuple[str, ...] = ()
-    strided: bool = False
 
     @property
     def source(self) -> str:
         return read_source(METAL / f"{self.name}.metal")
+
+    def reads(self, name: str, fact: str) -> bool:
+        """Whether the body reads the ``shape`` or the ``strides`` of an input. MLX decides by the same search."""
+        return f"{name}_{fact}" in self.source
+
+    @property
+    def strided(self) -> bool:
+        return any(self.reads(name, "strides") for name in self.inputs)
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,10 +2,8 @@
     // views. H / KV * L query rows read one KV head; a threadgroup takes QUERIES of them and chunk y of the keys. Simdgroups
     // take KEYS keys at a time and keep a running peak, total and sum (Milakov and Gimelshein, 2018), which are merged in
     // threadgroup memory.
-    //   SINGLE  the chunk is all there is: out [rows, E] is the result, sinks included
-    //   else    out [rows, chunks, E], peaks and totals [rows, chunks] go to attention_decode_combine
-    constexpr uint SHARE = H / KV * L;
-    constexpr uint SETS = (SHARE + QUERIES - 1) / QUERIES;
+    // Where there is one chunk, out [rows, E] is the result, sinks included. Otherwise out [rows, chunks, E], peaks and
+    // totals [rows, chunks] go to attention_decode_combine.
     constexpr uint D_COUNT = (D + SIMD_WIDTH - 1) / SIMD_WIDTH;
     constexpr uint E_COUNT = (E + SIMD_WIDTH - 1) / SIMD_WIDTH;
     threadgroup float simd_peaks[MAX_SIMDGROUPS];
@@ -14,14 +12,17 @@
 
     const uint lane = thread_index_in_simdgroup;
     const uint simd = simdgroup_index_in_threadgroup;
-    const uint set = threadgroup_position_in_grid.x % SETS;
-    const uint kv_row = threadgroup_position_in_grid.x / SETS;
+    const int rows_a_head = q_shape[2];
+    const uint share_count = H / KV * rows_a_head, sets = (share_count + QUERIES - 1) / QUERIES;
+    const uint set = threadgroup_position_in_grid.x % sets;
+    const uint kv_row = threadgroup_position_in_grid.x / sets;
     const uint chunk = threadgroup_position_in_grid.y, chunks = threadgroups_per_grid.y;
+    const bool single = chunks == 1;
     const device KV_T* keys = k + kv_row / KV * k_strides[0] + kv_row % KV * k_strides[1];
     const device KV_T* values = v + kv_row / KV * v_strides[0] + kv_row % KV * v_strides[1];
 
     const int length = k_shape[2];
-    const int oldest = WINDOW > 0 ? max(0, length - L - WINDOW + 1) : 0;
+    const int oldest = WINDOW > 0 ? max(0, length - rows_a_head - WINDOW + 1) : 0;
     const int span = (length - oldest + int(chunks) - 1) / int(chunks);
     const int begin = oldest + int(chunk) * span;
     const int end = min(length, begin + span);
@@ -30,10 +31,10 @@
     int position[QUERIES];
     UNROLL
     for (uint i = 0; i < QUERIES; ++i) {
-      const uint share = min(set * QUERIES + i, SHARE - 1);
-      const uint head = kv_row % KV * (H / KV) + share / L;
+      const uint share = min(set * QUERIES + i, share_count - 1);
+      const uint head = kv_row % KV * (H / KV) + share / rows_a_head;
       load_lane<D, D_COUNT>(
-          q + kv_row / KV * q_strides[0] + head * q_strides[1] + share % L * q_strides[2], q_strides[3], lane, query[i]);
+          q + kv_row / KV * q_strides[0] + head * q_strides[1] + share % rows_a_head * q_strides[2], q_strides[3], lane, query[i]);
       UNROLL
       for (uint e = 0; e < D_COUNT; ++e) {
         query[i][e] *= as_type<float>(SCALE_BITS);
@@ -42,7 +43,7 @@
       for (uint e = 0; e < E_COUNT; ++e) {
         sum[i][e] = 0.0f;
       }
-      position[i] = length - L + int(share % L);
+      position[i] = length - rows_a_head + int(share % rows_a_head);
       peak[i] = LOWEST_PEAK;
       total[i] = 0.0f;
     }
@@ -103,7 +104,7 @@
 
     UNROLL
     for (uint i = 0; i < QUERIES; ++i) {
-      const uint share = set * QUERIES + i, row = kv_row * SHARE + share;
+      const uint share = set * QUERIES + i, row = kv_row * share_count + share;
       threadgroup_barrier(mem_flags::mem_threadgroup);
       if (lane == 0) {
         simd_peaks[simd] = peak[i];
@@ -120,26 +121,26 @@
       for (uint s = 0; s < SIMDGROUPS; ++s) {
         highest = max(highest, simd_peaks[s]);
       }
-      const float sink = SINKS && SINGLE ? float(sinks[row / L % H]) : LOWEST_PEAK;
+      const float sink = SINKS && single ? float(sinks[row / rows_a_head % H * sinks_strides[0]]) : LOWEST_PEAK;
       highest = max(highest, sink);
-      float all = SINKS && SINGLE ? exp(sink - highest) : 0.0f;
+      float all = SINKS && single ? exp(sink - highest) : 0.0f;
       for (uint s = 0; s < SIMDGROUPS; ++s) {
         all += exp(simd_peaks[s] - highest) * simd_totals[s];
       }
-      if (share < SHARE) {
+      if (share < share_count) {
         for (uint e = simd * SIMD_WIDTH + lane; e < E; e += SIMDGROUPS * SIMD_WIDTH) {
           float merged = 0.0f;
           for (uint s = 0; s < SIMDGROUPS; ++s) {
             merged += exp(simd_peaks[s] - highest) * simd_sums[s * E + e];
           }
-          if (SINGLE) {
+          if (single) {
             // A row that sees no key has a total of 0.
             out[row * E + e] = O(all == 0.0f ? 0.0f : merged / all);
           } else {
             out[(row * chunks + chunk) * E + e] = O(merged);
           }
         }
-        if (!SINGLE && simd == 0 && lane == 0) {
+        if (!single && simd == 0 && lane == 0) {
           peaks[row * chunks + chunk] = highest;
           totals[row * chunks + chunk] = all;
         }

@@ -1,4 +1,5 @@
-    // y[m, n] = sum_k W[n, k] * x[m, k] over an affine-quantized W [N, K], with what stands before and after it:
+    // y[m, n] = sum_k W[n, k] * x[m, k] over an affine-quantized W [N, K] for the first rows of x, at most M, with what
+    // stands before and after it:
     //   NORM      x[m] is RMS-normalized and multiplied by norm_weight first
     //   GATED     the rows of W are gate rows, then as many up rows; y = silu(gate) * up
     //   BIAS      y += bias;   RESIDUAL  y += residual
@@ -18,14 +19,16 @@
     const uint simds = simdgroups_per_threadgroup;
     const uint self = simd * SIMD_WIDTH + lane;
     const uint threads = simds * SIMD_WIDTH;
+    const uint present = min(uint(M), uint(x_shape[0]));
 
     float inverse_rms[M];
     if (NORM) {
       UNROLL
       for (uint m = 0; m < M; ++m) {
         float squares = 0.0f;
+        const uint from = min(m, present - 1) * K;
         for (uint k = self; k < K; k += threads) {
-          squares += float(x[m * K + k]) * float(x[m * K + k]);
+          squares += float(x[from + k]) * float(x[from + k]);
         }
         squares = simd_sum(squares);
         if (lane == 0) {
@@ -69,7 +72,7 @@
             float values[8];
             UNROLL
             for (uint e = 0; e < 8; ++e) {
-              values[e] = float(x[m * K + column + e]);
+              values[e] = float(x[min(m, present - 1) * K + column + e]);
               if (NORM) {
                 values[e] *= inverse_rms[m] * float(norm_weight[column + e]);
               }
@@ -124,7 +127,7 @@
             const float up = simd_sum(collapse(products[READ - ROWS + r][m]) + offsets[READ - ROWS + r][m]);
             value = value / (1.0f + exp(-value)) * up;
           }
-          if (lane == 0 && n < OUT) {
+          if (lane == 0 && n < OUT && m < present) {
             if (BIAS) {
               value += float(bias[n]);
             }

@@ -12,9 +12,9 @@ import pytest
 
 from tests.kernels import oracle
 from turbospark_mlx import custom_kernels as ck
-from turbospark_mlx.custom_kernels import affine, sdpa
-from turbospark_mlx.custom_kernels.backends import compiler, host
-from turbospark_mlx.errors import BackendError
+from turbospark_mlx.custom_kernels import affine, rotary, sdpa
+from turbospark_mlx.custom_kernels.backends import blas, compiler, host
+from turbospark_mlx.errors import BackendError, OptionError
 
 pytestmark = pytest.mark.skipif(not compiler.candidates(), reason="no C++ compiler on this machine")
 
@@ -125,6 +125,78 @@ def test_many_rows_take_the_same_options_elsewhere(backend, rng):
     assert backend.counters["affine_matmul", "blas"] == 2
 
 
+@pytest.mark.parametrize("bits", [4, 8, 3])
+def test_affine_embedding(backend, rng, bits):
+    matrix = oracle.random_affine(rng, 50, 96, bits, 32, mx.float16)
+    ids = mx.array([[3, 49, 0], [3, 7, 7]], dtype=mx.uint32)
+    rows = ck.affine_embedding(ids, *matrix, bits=bits, group_size=32, dtype=mx.float32, backend=backend)
+    assert oracle.relative_error(rows, oracle.unpack(*matrix, bits, 32)[np.array(ids)]) < 1e-6
+    assert backend.counters == {("affine_embedding", "kernel"): 1}
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_many_rows_through_dequantized_tiles(backend, rng, bits, monkeypatch):
+    matrix = oracle.random_affine(rng, 301, 192, bits, 64, mx.bfloat16)
+    x = normal(rng, 31, 192)
+    expected = oracle.float64(x) @ oracle.unpack(*matrix, bits, 64).T
+    for scratch in (blas.SCRATCH_BYTES, 192 * 4 * 7):
+        monkeypatch.setattr(blas, "SCRATCH_BYTES", scratch)
+        y = ck.affine_matmul(x, *matrix, bits=bits, group_size=64, backend=backend)
+        assert oracle.relative_error(y, expected) < 1e-5
+
+
+def epilogue(qkv, rotation, heads, kv_heads, q_norm=None, k_norm=None, eps=None):
+    """One head of one token at a time, with complex numbers."""
+    batch, length, _ = qkv.shape
+    split = qkv.reshape(batch, length, heads + 2 * kv_heads, -1)
+    turn = rotation[..., 0] + 1j * rotation[..., 1]
+
+    def rotated(head, norm):
+        if norm is not None:
+            head = head / np.sqrt((head**2).mean(-1, keepdims=True) + eps) * norm
+        first, second = np.split(head, 2, axis=-1)
+        z = (first + 1j * second) * turn
+        return np.concatenate([z.real, z.imag], axis=-1)
+
+    q = np.stack([rotated(split[:, :, h], q_norm) for h in range(heads)], axis=1)
+    k = np.stack([rotated(split[:, :, heads + h], k_norm) for h in range(kv_heads)], axis=1)
+    return q, np.stack([k, split[:, :, heads + kv_heads :].swapaxes(1, 2)])
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("batch", "length", "heads", "kv_heads", "head_dim"), [(1, 1, 9, 3, 64), (2, 5, 4, 1, 10)])
+def test_qkv_epilogue(backend, rng, batch, length, heads, kv_heads, head_dim, normed):
+    qkv = normal(rng, batch, length, (heads + 2 * kv_heads) * head_dim)
+    frequencies = 10000.0 ** (-np.arange(head_dim // 2) / (head_dim // 2))
+    rotation = ck.rotation_table(frequencies, 7, length)
+    angle = np.arange(7, 7 + length)[:, None] * frequencies
+    assert oracle.relative_error(rotation, np.stack([np.cos(angle), np.sin(angle)], axis=-1)) < 1e-6
+    options = {}
+    if normed:
+        options = {"q_norm": normal(rng, head_dim, dtype=mx.float16), "k_norm": normal(rng, head_dim), "eps": 0.3}
+    wide = {name: value if name == "eps" else oracle.float64(value) for name, value in options.items()}
+    expected = epilogue(oracle.float64(qkv), oracle.float64(rotation), heads, kv_heads, **wide)
+    sizes = {"heads": heads, "kv_heads": kv_heads}
+    for found in (
+        ck.qkv_epilogue(qkv, rotation, **sizes, **options, backend=backend),
+        rotary.qkv_epilogue_reference(qkv, rotation, **sizes, **options),
+    ):
+        for array, values in zip(found, expected, strict=True):
+            assert oracle.relative_error(array, values) < 1e-5
+    assert backend.counters == {("qkv_epilogue", "kernel"): 1}
+
+
+def test_qkv_epilogue_refuses_what_does_not_fit(backend):
+    table = mx.zeros((1, 4, 2))
+    with pytest.raises(OptionError, match=r"4 \+ 2 \* 2 heads"):
+        ck.qkv_epilogue(mx.zeros((1, 1, 60)), table, heads=4, kv_heads=2, backend=backend)
+    norms = {"q_norm": mx.zeros(4), "k_norm": mx.zeros(8), "eps": 1e-5}
+    with pytest.raises(OptionError, match="q_norm is"):
+        ck.qkv_epilogue(mx.zeros((1, 1, 64)), table, heads=4, kv_heads=2, **norms, backend=backend)
+    with pytest.raises(OptionError, match="belong together"):
+        ck.qkv_epilogue(mx.zeros((1, 1, 64)), table, heads=4, kv_heads=2, q_norm=mx.zeros(8), backend=backend)
+
+
 def test_rows_do_not_depend_on_the_number_of_threads(backend, rng, monkeypatch):
     matrix = oracle.random_affine(rng, 3000, 576, 4, 32, mx.float16)
     x = normal(rng, 1, 576)
@@ -209,7 +281,7 @@ def test_without_a_compiler_the_reference_runs_and_says_what_to_install(tmp_path
 import sys
 from turbospark_mlx.custom_kernels import backends
 from turbospark_mlx.custom_kernels.backends import compiler
-from turbospark_mlx.errors import BackendError
+from turbospark_mlx.errors import BackendError, OptionError
 bad = compiler.Compiler("broken", (sys.executable, "-c", "raise SystemExit('it broke')"), "1")
 for there in ([], [bad]):
     compiler.candidates = lambda: there

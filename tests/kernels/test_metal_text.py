@@ -49,6 +49,36 @@ def attend(heads, kv_heads, length, keys, head_dim, value_dim, dtype, kv_dtype, 
     return call, arrays
 
 
+def look_up(count, bits, group_size, dtype):
+    arrays = [
+        mx.zeros((1, count), mx.uint32),
+        mx.zeros((500, 128 * bits // 32), mx.uint32),
+        mx.zeros((500, 128 // group_size), mx.bfloat16),
+        mx.zeros((500, 128 // group_size), mx.bfloat16),
+    ]
+
+    def call(ids, *matrix):
+        options = {"bits": bits, "group_size": group_size, "dtype": dtype}
+        return ck.affine_embedding(ids, *matrix, **options, backend=BACKEND)
+
+    return call, arrays
+
+
+def epilogue(length, heads, kv_heads, head_dim, dtype, *, normed):
+    norms = [mx.zeros((head_dim,), dtype)] * (2 if normed else 0)
+    arrays = [
+        mx.zeros((1, length, (heads + 2 * kv_heads) * head_dim), dtype),
+        mx.zeros((length, head_dim // 2, 2)),
+        *norms,
+    ]
+
+    def call(qkv, rotation, *weights):
+        named = dict(zip(("q_norm", "k_norm"), weights, strict=False)) | ({"eps": 1e-6} if normed else {})
+        return ck.qkv_epilogue(qkv, rotation, heads=heads, kv_heads=kv_heads, **named, backend=BACKEND)
+
+    return call, arrays
+
+
 def variants():
     for bits in (2, 3, 4, 5, 6, 8):
         for dtype in DTYPES:
@@ -60,6 +90,12 @@ def variants():
     yield affine(1, 576, 960, 4, 32, mx.float16, mx.float16, norm_weight=(576,), bias=(960,), residual=(1, 960))
     for head_dim, value_dim in ((16, 16), (64, 64), (80, 80), (128, 128), (256, 256), (512, 512), (576, 512)):
         yield attend(9, 3, 1, 100, head_dim, value_dim, mx.bfloat16, mx.float16)
+    for bits in (3, 4, 8):
+        yield look_up(1, bits, 64, mx.bfloat16)
+        yield look_up(9, bits, 64, mx.float32)
+    for dtype in DTYPES:
+        yield epilogue(1, 32, 8, 128, dtype, normed=False)
+        yield epilogue(3, 4, 2, 64, dtype, normed=True)
     for dtype in DTYPES:
         yield attend(8, 1, 8, 5000, 128, 128, dtype, dtype, sinks=True, mask="causal", window=4096)
         yield attend(8, 2, 1, 30, 128, 128, dtype, mx.float16, sinks=True, window=7)

@@ -1,0 +1,24 @@
+    // Rows ids [COUNT] of an affine-quantized table [V, K]: out [COUNT, K] = scale * q + bias. Threadgroups share the rows
+    // out among themselves and their threads the blocks of a row. An id outside the table reads its nearest row.
+    constexpr uint BLOCKS = K / 32;
+    const uint self = simdgroup_index_in_threadgroup * SIMD_WIDTH + thread_index_in_simdgroup;
+    const uint threads = simdgroups_per_threadgroup * SIMD_WIDTH;
+    const uint count = ids_shape[0];
+    for (uint row = threadgroup_position_in_grid.x; row < count; row += threadgroups_per_grid.x) {
+      const uint id = uint(min(max(ids[row], 0), V - 1));
+      for (uint block = self; block < BLOCKS; block += threads) {
+        uint words[BITS];
+        load_words<BITS>(w + (id * BLOCKS + block) * BITS, words);
+        const uint companion = id * (K / GROUP) + block * 32 / GROUP;
+        const float scale = float(scales[companion]), offset = float(biases[companion]);
+        UNROLL
+        for (uint j = 0; j < 4; ++j) {
+          float values[8];
+          unpack_chunk<BITS>(words, j, values);
+          UNROLL
+          for (uint e = 0; e < 8; ++e) {
+            out[row * K + block * 32 + j * 8 + e] = T(scale * values[e] + offset);
+          }
+        }
+      }
+    }

@@ -1,0 +1,39 @@
+    // qkv [B, L, (H + 2 KV) * D], the rows of a joint projection -> q [B, H, L, D] and kv [2, B, KV, L, D], keys first.
+    // Queries and keys are rotated: pairs (i, i + D / 2) by rotation [L, D / 2, 2], which holds cosines and sines. With NORM
+    // each of their heads is RMS-normalized before. Simdgroups take one head of one token at a time.
+    constexpr uint HEADS = H + 2 * KV;
+    const uint lane = thread_index_in_simdgroup;
+    const uint step = threadgroups_per_grid.x * simdgroups_per_threadgroup;
+    uint unit = threadgroup_position_in_grid.x * simdgroups_per_threadgroup + simdgroup_index_in_threadgroup;
+    const uint units = qkv_shape[0] * qkv_shape[1] * HEADS, length = qkv_shape[1];
+    for (; unit < units; unit += step) {
+      const uint head = unit % HEADS, token = unit / HEADS, l = token % length, b = token / length;
+      const device T* from = qkv + unit * D;
+      const uint part = head < H ? 0 : head < H + KV ? 1 : 2;
+      const uint kv_head = part == 1 ? head - H : head - H - KV;
+      device T* to = part == 0 ? q + ((b * H + head) * length + l) * D
+                               : kv + ((((part - 1) * qkv_shape[0] + b) * KV + kv_head) * length + l) * D;
+      float inverse_rms = 1.0f;
+      if (NORM && part < 2) {
+        float squares = 0.0f;
+        for (uint i = lane; i < D; i += SIMD_WIDTH) {
+          squares += float(from[i]) * float(from[i]);
+        }
+        inverse_rms = rsqrt(simd_sum(squares) / D + as_type<float>(EPSILON_BITS));
+      }
+      for (uint i = lane; i < D / 2; i += SIMD_WIDTH) {
+        float first = float(from[i]), second = float(from[i + D / 2]);
+        if (part < 2) {
+          if (NORM) {
+            first *= inverse_rms * float(part == 0 ? q_norm[i] : k_norm[i]);
+            second *= inverse_rms * float(part == 0 ? q_norm[i + D / 2] : k_norm[i + D / 2]);
+          }
+          const float cosine = rotation[(l * (D / 2) + i) * 2], sine = rotation[(l * (D / 2) + i) * 2 + 1];
+          const float turned = first * cosine - second * sine;
+          second = second * cosine + first * sine;
+          first = turned;
+        }
+        to[i] = T(first);
+        to[i + D / 2] = T(second);
+      }
+    }
