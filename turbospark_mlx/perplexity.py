@@ -99,7 +99,7 @@ def perplexity(
                     f"the loss of predicted token {bad} of {total} is not finite."
                     " Check the install with `turbospark-mlx verify`."
                 )
-            nll += losses.sum(dtype=np.float64)
+            nll += float(losses.sum(dtype=np.float64))
             done += losses.size
             if progress:
                 progress(done, total)
