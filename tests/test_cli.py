@@ -165,7 +165,7 @@ def examples():
     texts = [cli.EPILOG, *(import_module(f"turbospark_mlx.cli.{name}").EPILOG for name in cli.SUBCOMMANDS)]
     texts += [path.read_text() for path in (ROOT / "docs").glob("*.md")]
     found = (re.search(r"^(?:  |printf .* )?(turbospark-mlx .*)", line) for text in texts for line in text.splitlines())
-    return sorted({match[1] for match in found if match})
+    return sorted({match[1] for match in found if match and "[--" not in match[1]})  # a synopsis is no example
 
 
 def test_the_examples_are_right_usage():
