@@ -37,6 +37,12 @@ def interleaved(array: np.ndarray, heads: int) -> np.ndarray:
     return np.stack([halves[:, 0], halves[:, 1]], axis=2).reshape(array.shape)
 
 
+def published(array: np.ndarray, heads: int) -> np.ndarray:
+    """The inverse of ``interleaved``."""
+    pairs = array.reshape(heads, -1, 2, *array.shape[1:])
+    return np.concatenate([pairs[:, :, 0], pairs[:, :, 1]], axis=1).reshape(array.shape)
+
+
 def quantize(array: np.ndarray, type: str) -> np.ndarray:
     """The stored bytes of a matrix in a GGUF type."""
     return gguf.quants.quantize(array, gguf.GGMLQuantizationType[type])
@@ -97,8 +103,7 @@ def write_gguf(
         with np.errstate(invalid="ignore"):
             dequantized = gguf.quants.dequantize(np.asarray(data), kind).reshape(shape)
         if permuted:
-            halves = dequantized.reshape(heads[projection], -1, 2, *shape[1:])
-            dequantized = np.concatenate([halves[:, :, 0], halves[:, :, 1]], axis=1).reshape(shape)
+            dequantized = published(dequantized, heads[projection])
         exact[name] = dequantized
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -29,6 +29,14 @@ def test_a_missing_shard_is_named_without_an_index_too(sharded, tmp_path):
     refused(sharded, tmp_path, SECOND, "is missing")
 
 
+def test_links_are_followed(sharded, tmp_path):
+    # A snapshot in the hub's cache is a directory of links to its blobs.
+    for number, path in enumerate(sorted(sharded.iterdir())):
+        path.rename(tmp_path / f"blob-{number}")
+        path.symlink_to(tmp_path / f"blob-{number}")
+    run(sharded, tmp_path / "out.gturbo")
+
+
 def test_a_dangling_link_is_a_missing_file(sharded, tmp_path):
     (sharded / SECOND).unlink()
     (sharded / SECOND).symlink_to(tmp_path / "blobs" / "gone")

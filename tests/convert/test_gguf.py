@@ -2,6 +2,7 @@
 
 import json
 
+import gguf
 import numpy as np
 import pytest
 
@@ -9,7 +10,7 @@ from turbospark_mlx.convert.affine import dequantize_affine, quantize_affine
 from turbospark_mlx.gturbo import Install
 
 from .checkpoints import CONFIG, PREFIX, read_formats, read_install, refused, run, store, weights
-from .ggufs import quantize, write_gguf
+from .ggufs import gguf_name, published, quantize, write_gguf
 
 NUMPY = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 QUERY, HEAD = "model.layers.1.self_attn.q_proj.weight", "lm_head.weight"
@@ -187,3 +188,16 @@ def test_a_damaged_file_is_named(tmp_path, damage, words):
     write_gguf(tmp_path / "m.gguf", CONFIG, {})
     (tmp_path / "m.gguf").write_bytes(damage((tmp_path / "m.gguf").read_bytes()))
     refused(tmp_path / "m.gguf", tmp_path, "m.gguf", words)
+
+
+@pytest.mark.slow
+def test_every_tensor_of_the_default_model(smollm2_gguf, tmp_path):
+    run(smollm2_gguf, tmp_path / "out.gturbo")
+    installed = installed_values(tmp_path / "out.gturbo")
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(smollm2_gguf).tensors}
+    assert len(installed) == len(stored) == 272
+    for name, array in installed.items():
+        tensor = stored[gguf_name(name)]
+        expected = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        heads = {"q_proj": 9, "k_proj": 3}.get(name.split(".")[-2])
+        np.testing.assert_array_equal(array, published(expected, heads) if heads else expected)

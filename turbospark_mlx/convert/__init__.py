@@ -31,7 +31,8 @@ def convert(
     install. ``model_id`` is the model's published name for the manifest, where the source does not say it. Memory stays
     bounded whatever the size, and ``dest`` is complete or untouched whenever the process ends.
 
-    Raises ConvertError for what cannot be converted, OptionError for options that cannot work.
+    Raises ConvertError for what cannot be converted, InstallError for a damaged install as source, StoreError for a
+    repository that cannot be fetched, OptionError for options that cannot work, and OSError when the disk fails.
     """
     from turbospark_mlx.convert.pipeline import run
     from turbospark_mlx.convert.plan import Options
