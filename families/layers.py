@@ -6,14 +6,16 @@ to read into.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from turbospark_mlx.custom_kernels import affine_embedding, affine_matmul, dense_matmul, rms_norm
+from turbospark_mlx.cache import causal_mask
+from turbospark_mlx.custom_kernels import affine_embedding, affine_matmul, attention, dense_matmul, rms_norm
 from turbospark_mlx.custom_kernels.backends import Backend
 from turbospark_mlx.errors import OptionError
 from turbospark_mlx.protocols import AffineFormat
@@ -137,6 +139,15 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self["weight"], eps=self.eps, backend=self._backend)
 
 
+def plain_attention(
+    q: mx.array, k: mx.array, v: mx.array, *, scale: float, mask: str | None = None, window: int | None = None
+) -> mx.array:
+    """``custom_kernels.attention`` as one built-in of MLX, which has a gradient."""
+    if window is not None and k.shape[2] > window:
+        mask = causal_mask(q.shape[2], k.shape[2], window)
+    return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)
+
+
 class RoPE:
     """Rotation of ``x [B, H, L, D]`` at positions ``offset .. offset + L - 1``; see ``rope.py`` for the frequencies."""
 
@@ -192,6 +203,11 @@ class Builder:
     dtype: mx.Dtype
     formats: Mapping[str, Format] = field(default_factory=dict)
     fused: bool = True
+
+    @property
+    def attention(self) -> Callable[..., mx.array]:
+        """``attention(q, k, v, scale=, mask=, window=)``; see ``custom_kernels.attention``."""
+        return partial(attention, backend=self.backend) if self.fused else plain_attention
 
     def _stored(self, name: str) -> Format:
         return self.formats.get(name, "float32")

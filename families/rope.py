@@ -275,6 +275,13 @@ def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None, length
     return base if scaling is None else scaling.scale(base, theta, length)
 
 
+def longest_context(scaling: RopeScaling | None, length: int) -> int | None:
+    """The longest context that ``frequencies`` for ``length`` are right for; None where they do not depend on it."""
+    if isinstance(scaling, LongRopeScaling) and length <= scaling.original_max_position_embeddings:
+        return scaling.original_max_position_embeddings
+    return None
+
+
 def attention_factor(scaling: RopeScaling | None) -> float:
     """What queries and keys are both multiplied by."""
     return 1.0 if scaling is None else scaling.attention_factor

@@ -28,21 +28,29 @@ class ContextLimit:
     reason: str
 
 
-def resolve_context(config: ModelConfig, asked: int | None, itemsize: int, room: int) -> ContextLimit:
+def resolve_context(
+    config: ModelConfig, asked: int | None, itemsize: int, room: int, longest: int | None = None
+) -> ContextLimit:
     """The context limit for caches with elements of ``itemsize`` bytes, with ``room`` bytes free beside the weights.
 
     By default the least of 4096, the trained length, and what half of ``room`` holds. A context that is asked for may
-    exceed the trained length but not ``room``. Raises OptionError.
+    exceed the trained length but not ``room``. ``longest`` is what a model that is already loaded was loaded for, where
+    that matters. Raises OptionError.
     """
     if asked is not None:
         tokens = whole_number("max_context", asked)
+        if longest is not None and tokens > longest:
+            raise OptionError(
+                f"max_context={tokens}: the model was loaded for contexts of up to {longest} tokens, and its rotary"
+                f" frequencies differ beyond. Load it with max_context={tokens}."
+            )
         if (needed := config.kv_bytes(tokens, itemsize)) > room:
             raise OptionError(
                 f"max_context={tokens}: its caches take {spell_bytes(needed)}, and {spell_bytes(room)} of memory are"
                 f" free beside the weights. Up to {_largest(config, tokens, itemsize, room)} tokens fit."
             )
         return ContextLimit(tokens, "as asked")
-    ceiling = min(DEFAULT_CONTEXT, config.max_position_embeddings)
+    ceiling = min(DEFAULT_CONTEXT, config.max_position_embeddings, longest or DEFAULT_CONTEXT)
     fitting = _largest(config, ceiling, itemsize, int(room * CACHE_SHARE))
     if fitting == 0:
         least = min(GRANULARITY, ceiling)

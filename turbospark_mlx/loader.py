@@ -35,12 +35,12 @@ def resolve_dtype(dtype: str | mx.Dtype | None, backend: Backend) -> mx.Dtype:
     default = mx.float32 if backend.device == "cpu" else mx.bfloat16
     if dtype is None:
         return default
-    chosen = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if chosen not in DTYPES.values():
+    named = dtype if isinstance(dtype, str) else str(dtype).removeprefix("mlx.core.")
+    if named not in DTYPES:
         raise OptionError(f"dtype={dtype!r}: activations can be {', '.join(DTYPES)}.")
-    if backend.device == "cpu" and chosen != mx.float32:
+    if backend.device == "cpu" and named != "float32":
         raise OptionError(f"dtype={dtype!r}: on a CPU everything runs in float32. Leave dtype out, or use a GPU.")
-    return chosen
+    return DTYPES[named]
 
 
 def read_config(install: Install) -> tuple[Family, ModelConfig]:

@@ -106,7 +106,7 @@ class Runner:
         self.model = model
         if not isinstance(max_context, ContextLimit):
             room = available_bytes(model.backend.device)
-            max_context = resolve_context(model.args, max_context, model.dtype.size, room)
+            max_context = resolve_context(model.args, max_context, model.dtype.size, room, model.longest_context)
         self._limit = max_context
         self.vocab_size: int = model.args.vocab_size
         """The length of a row of logits. A tokenizer may have fewer ids."""

@@ -13,11 +13,11 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from turbospark_mlx.cache import LinearKV, RingKV
-from turbospark_mlx.custom_kernels import attention, backends
+from turbospark_mlx.custom_kernels import backends
 from turbospark_mlx.families.layers import Builder, Format, RoPE
 from turbospark_mlx.families.llama.config import LlamaConfig
 from turbospark_mlx.families.llama.weights import expected
-from turbospark_mlx.families.rope import attention_factor, frequencies
+from turbospark_mlx.families.rope import attention_factor, frequencies, longest_context
 
 
 class Attention(nn.Module):
@@ -26,7 +26,7 @@ class Attention(nn.Module):
     def __init__(self, config: LlamaConfig, path: str, window: int | None, rope: RoPE, build: Builder):
         super().__init__()
         heads, kv_heads, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        self.head_dim, self.window, self.rope, self._backend = width, window, rope, build.backend
+        self.head_dim, self.window, self.rope, self._attention = width, window, rope, build.attention
         # Queries and keys are both multiplied by the attention factor, so their products are by its square.
         self.scale = width**-0.5 * attention_factor(config.rope_scaling) ** 2
         rows = {"q_proj": heads * width, "k_proj": kv_heads * width, "v_proj": kv_heads * width}
@@ -54,7 +54,7 @@ class Attention(nn.Module):
             k, v = cache.update_and_fetch(k, v)
         # A single token sees every key that its cache returns, and a ring returns them in no particular order.
         mask, window = ("causal", self.window) if L > 1 else (None, None)
-        y = attention(q, k, v, scale=self.scale, mask=mask, window=window, backend=self._backend)
+        y = self._attention(q, k, v, scale=self.scale, mask=mask, window=window)
         return self.o_proj(y.transpose(0, 2, 1, 3).reshape(B, L, -1))
 
 
@@ -125,6 +125,7 @@ class Model(nn.Module):
         self.backend = backend or backends.select()
         build = Builder(self.backend, dtype, formats or {}, fused)
         length = max_context or config.max_position_embeddings
+        self.longest_context = longest_context(config.rope_scaling, length)
         rope = RoPE(frequencies(config.head_dim, config.rope_theta, config.rope_scaling, length))
         self.model = Decoder(config, rope, build)
         if not config.tie_word_embeddings:

@@ -1,0 +1,535 @@
+"""The runner: admission, failures in the middle, threads, reports, and mlx-lm's own tools on its model."""
+
+import threading
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from tests.families.oracles import PROMPT, assert_close, assert_exact
+from turbospark_mlx import admission, cache
+from turbospark_mlx.admission import resolve_context, spell_bytes
+from turbospark_mlx.custom_kernels import backends
+from turbospark_mlx.errors import BackendError, ContextError, InstallError, OptionError, TurbosparkError
+from turbospark_mlx.families import family_for_model_type
+from turbospark_mlx.families.llama import Model
+from turbospark_mlx.runner import Runner
+from turbospark_mlx.testing import make_tiny_install, tiny_config, tiny_weights
+
+
+def tiny_model(variant="mistral-mixed", **options):
+    hf = tiny_config("llama", variant)
+    config = family_for_model_type(hf["model_type"]).config_from_hf(hf)
+    model = Model(config, backend=backends.select("reference"), **options)
+    model.load_weights([(name, mx.array(a)) for name, a in tiny_weights(hf).items()])
+    mx.eval(model.parameters())
+    return model
+
+
+@pytest.fixture(scope="module")
+def model():
+    """One full and one sliding layer with a window of 8."""
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def install(tmp_path_factory):
+    return make_tiny_install("llama", tmp_path_factory.mktemp("runner") / "tiny.gturbo", variant="mistral-mixed")
+
+
+def offsets(runner):
+    return [layer.offset for layer in runner._cache]
+
+
+class TestAdmission:
+    @pytest.mark.parametrize(
+        ("ids", "message"),
+        [
+            ([], "the prompt is empty"),
+            ([320], "Token id 320 is not one of this model's, which go from 0 to 319"),
+            ([1, -1], "Token id -1"),
+            (list(range(41)), "41 tokens after 0 do not fit max_context 40"),
+        ],
+    )
+    def test_what_cannot_run_is_refused_before_anything_is_computed(self, model, ids, message):
+        with Runner(model, max_context=40) as runner:
+            model.backend.counters.clear()
+            with pytest.raises(ContextError, match=message):
+                runner.prefill(ids)
+            assert not model.backend.counters
+            assert runner.history == []
+
+    def test_the_last_place_of_the_context_can_be_used(self, model):
+        with Runner(model, max_context=12) as runner:
+            runner.prefill(PROMPT[:11])
+            runner.decode(PROMPT[11])
+            with pytest.raises(ContextError, match="1 tokens after 12 do not fit max_context 12"):
+                runner.decode(1)
+            assert runner.position == 12
+
+    @pytest.mark.parametrize("ids", [np.array(PROMPT[:9]), mx.array(PROMPT[:9]), tuple(PROMPT[:9])])
+    def test_ids_come_in_any_sequence_of_whole_numbers(self, model, ids):
+        with Runner(model) as runner, Runner(model) as other:
+            assert_exact(runner.prefill(ids), other.prefill(PROMPT[:9]))
+            with pytest.raises(TypeError):
+                runner.prefill([1.5])
+
+    @pytest.mark.parametrize("value", [0, -1, 2.5, "4", True])
+    def test_options_that_cannot_work(self, model, value):
+        with pytest.raises(OptionError, match="max_context="):
+            Runner(model, max_context=value)
+        with pytest.raises(OptionError, match="prefill_chunk="):
+            Runner(model, prefill_chunk=value)
+
+    def test_a_context_beyond_the_trained_one_is_the_callers_choice(self, model):
+        assert Runner(model, max_context=600).max_context == 600
+
+    def test_a_context_that_memory_cannot_hold_is_refused_with_the_arithmetic(self, model):
+        with pytest.raises(OptionError, match=r"max_context=\d+: its caches take .* GB, and .* Up to \d+ tokens fit"):
+            Runner(model, max_context=10**12)
+
+
+class TestDefaultContext:
+    """The tiny model takes 512 bytes a token in its full layer, and 4096 bytes in all in its window."""
+
+    @pytest.fixture
+    def config(self, model):
+        return model.args
+
+    def test_the_trained_length_the_default_or_what_memory_allows(self, config):
+        from dataclasses import replace
+
+        long = replace(config, max_position_embeddings=32768)
+        plenty = 10**9
+        assert resolve_context(config, None, 4, plenty).tokens == 512
+        assert resolve_context(config, None, 4, plenty).reason == "the trained length"
+        assert resolve_context(long, None, 4, plenty).tokens == 4096
+        assert resolve_context(long, None, 4, plenty).reason == "the default"
+        # Half of the room for 768 full rows and the window, and one byte less.
+        room = 2 * (768 * 512 + 4096)
+        assert resolve_context(long, None, 4, room).tokens == 768
+        assert resolve_context(long, None, 4, room).reason == "as memory allows"
+        assert resolve_context(long, None, 4, room - 2).tokens == 512
+        with pytest.raises(OptionError, match="caches of 256 tokens take"):
+            resolve_context(long, None, 4, 2 * 256 * 512)
+
+    def test_what_is_asked_for_may_take_all_the_room(self, config):
+        room = 1000 * 512 + 4096
+        assert resolve_context(config, 1000, 4, room).tokens == 1000
+        with pytest.raises(OptionError, match="Up to 768 tokens fit"):
+            resolve_context(config, 1001, 4, room - 1)
+
+    def test_memory_is_found(self):
+        assert 10**6 < admission.available_bytes("cpu") < 10**15
+
+    @pytest.mark.parametrize(
+        ("nbytes", "text"),
+        [(0, "0 bytes"), (999, "999 bytes"), (1500, "1.5 KB"), (270 * 10**6, "270 MB"), (1.44e9, "1.4 GB")],
+    )
+    def test_sizes_for_people(self, nbytes, text):
+        assert spell_bytes(int(nbytes)) == text
+
+
+class TestLongRope:
+    def test_frequencies_follow_the_context_the_model_is_made_for(self):
+        """16 tokens were trained without scaling, so a model for 16 uses the short factors, as transformers does."""
+        short, long = tiny_model("llama-longrope", max_context=16), tiny_model("llama-longrope")
+        a, b = short(mx.array([PROMPT[:16]])), long(mx.array([PROMPT[:16]]))
+        assert mx.abs(a - b).max() > 0.01
+        assert Runner(short).max_context == 16
+        assert Runner(long).max_context == 512
+        with pytest.raises(OptionError, match=r"loaded for contexts of up to 16 tokens.*Load it with max_context=17"):
+            Runner(short, max_context=17)
+
+
+class TestFailures:
+    """Nothing leaves layers at different positions, and what follows a failure equals never having tried."""
+
+    def expected(self, model, start):
+        with Runner(model, prefill_chunk=4) as runner:
+            if start:
+                runner.prefill(PROMPT[:start])
+            return [runner.prefill(PROMPT[40:50]), runner.decode(7)]
+
+    def check(self, model, runner, start):
+        assert offsets(runner) == [start, start]
+        assert runner.history == PROMPT[:start]
+        for ours, theirs in zip(
+            [runner.prefill(PROMPT[40:50]), runner.decode(7)], self.expected(model, start), strict=True
+        ):
+            assert_exact(ours, theirs)
+
+    @pytest.mark.parametrize("start", [0, 3, 8, 20])
+    @pytest.mark.parametrize("failing_call", [1, 2, 3, 6])
+    @pytest.mark.parametrize(
+        ("layer", "error"),
+        [(cache.RingKV, RuntimeError), (cache.LinearKV, RuntimeError), (cache.LinearKV, KeyboardInterrupt)],
+    )
+    def test_an_error_in_a_layer_of_a_chunk(self, model, monkeypatch, start, failing_call, layer, error):
+        """The sliding layer comes first, so a fault in the full one finds it already moved on."""
+        runner = Runner(model, prefill_chunk=4)
+        if start:
+            runner.prefill(PROMPT[:start])
+        update, calls = layer.update_and_fetch, []
+
+        def fail(self, keys, values):
+            calls.append(1)
+            if len(calls) == failing_call:
+                raise error("in the middle")
+            return update(self, keys, values)
+
+        monkeypatch.setattr(layer, "update_and_fetch", fail)
+        with pytest.raises(error, match="in the middle"):
+            runner.prefill(PROMPT[20:44])
+        monkeypatch.undo()
+        self.check(model, runner, start)
+
+    @pytest.mark.parametrize("start", [0, 3, 8, 20])
+    def test_an_error_in_a_layer_of_a_decode_step(self, model, monkeypatch, start):
+        runner = Runner(model, prefill_chunk=4)
+        if start:
+            runner.prefill(PROMPT[:start])
+        monkeypatch.setattr(Model, "head", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            runner.decode(5)
+        monkeypatch.undo()
+        self.check(model, runner, start)
+
+    def test_a_progress_callback_that_raises(self, model):
+        runner = Runner(model, prefill_chunk=4)
+        runner.prefill(PROMPT[:20])
+        with pytest.raises(ZeroDivisionError):
+            runner.prefill(PROMPT[20:40], progress=lambda done, total: 1 / (done - 12))
+        self.check(model, runner, 20)
+
+    def test_a_failed_evaluation_empties_the_runner(self, model, monkeypatch):
+        runner = Runner(model, prefill_chunk=4)
+        runner.prefill(PROMPT[:20])
+
+        def fail(*_):
+            raise RuntimeError("out of memory")
+
+        monkeypatch.setattr(mx, "eval", fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            runner.decode(5)
+        monkeypatch.undo()
+        self.check(model, runner, 0)
+
+    def test_cancelling_keeps_the_chunks_that_were_run(self, model):
+        runner, seen = Runner(model, prefill_chunk=4), []
+        logits = runner.prefill(PROMPT[:20], progress=lambda *p: seen.append(p), cancelled=lambda: len(seen) == 2)
+        assert logits is None
+        assert seen == [(4, 20), (8, 20)]
+        self.check(model, runner, 8)
+
+    def test_cancelling_before_the_start_runs_nothing(self, model):
+        runner = Runner(model, prefill_chunk=4)
+        assert runner.prefill(PROMPT[:20], cancelled=lambda: True) is None
+        self.check(model, runner, 0)
+
+
+class TestState:
+    def test_progress_counts_tokens(self, model):
+        seen = []
+        with Runner(model, prefill_chunk=4) as runner:
+            runner.prefill(PROMPT[:10], progress=lambda *p: seen.append(p))
+        assert seen == [(4, 10), (8, 10), (10, 10)]
+
+    def test_only_the_last_row_goes_through_the_head(self, model, monkeypatch):
+        shapes, head = [], Model.head
+        monkeypatch.setattr(Model, "head", lambda self, hidden: shapes.append(hidden.shape) or head(self, hidden))
+        with Runner(model, prefill_chunk=4) as runner:
+            runner.prefill(PROMPT[:10])
+        assert shapes == [(1, 1, 64)]
+
+    def test_the_history_cannot_be_changed_from_outside(self, model):
+        with Runner(model) as runner:
+            runner.prefill(PROMPT[:5])
+            runner.history.append(1)
+            assert runner.history == PROMPT[:5]
+            assert runner.position == 5
+
+    def test_marks_of_another_runner_and_from_before_a_reset_are_refused(self, model):
+        with Runner(model) as runner, Runner(model) as other:
+            for each in (runner, other):
+                each.prefill(PROMPT[:5])
+            with pytest.raises(ContextError, match="another state, or before a reset"):
+                runner.rollback(other.mark())
+            assert runner.position == 5
+            mark = runner.mark()
+            runner.reset()
+            runner.prefill(PROMPT[:5])
+            with pytest.raises(ContextError, match="another state, or before a reset"):
+                runner.rollback(mark)
+
+    def test_reuse_by_hand(self, model):
+        with Runner(model) as runner:
+            assert runner.reuse(PROMPT[:5]) == 0
+            runner.prefill(PROMPT[:6])
+            assert runner.reuse(PROMPT[:6]) == 5  # one is left to run
+            assert runner.reuse([]) == 0
+            runner.prefill(PROMPT[:6])
+            assert runner.reuse([*PROMPT[:3], 1, 2]) == 3
+            assert runner.history == PROMPT[:3]
+            assert offsets(runner) == [3, 3]
+            runner.prefill(PROMPT[3:30])
+            assert runner.reuse([*PROMPT[:15], 1]) == 0  # the window has moved on
+            assert runner.history == []
+            assert runner.report().kv_bytes_now == 0
+            assert runner.reuse([9]) == 0
+
+    def test_two_conversations_in_turn(self, model):
+        """Turn two of each shares a long prefix with its own turn one only."""
+        first, second = PROMPT[:30], PROMPT[30:60]
+        with Runner(model) as runner:
+            for prompt in (first, second, [*first, 5, 6], [*second, 7]):
+                reused = runner.reuse(prompt)
+                ours = runner.prefill(prompt[reused:])
+                with Runner(model) as cold:
+                    assert_close(ours, cold.prefill(prompt))
+
+    def test_reset_and_close_give_memory_back(self, model):
+        runner = Runner(model)
+        runner.prefill(PROMPT)
+        assert runner.report().kv_bytes_now > 0
+        runner.reset()
+        assert runner.report().kv_bytes_now == 0
+        runner.close()
+        runner.close()
+        for call in (runner.report, runner.reset, runner.mark, lambda: runner.prefill([1]), lambda: runner.decode(1)):
+            with pytest.raises(TurbosparkError, match="closed"):
+                call()
+
+    def test_mlx_arrays_that_are_returned_are_the_callers(self, model):
+        with Runner(model) as runner:
+            first = runner.prefill(PROMPT[:5])
+            kept = np.array(first)
+            runner.decode(3)
+            assert_exact(first, kept)
+
+
+class TestThreads:
+    def in_thread(self, call):
+        caught = []
+
+        def work():
+            try:
+                caught.append(call())
+            except BaseException as error:
+                caught.append(error)
+
+        thread = threading.Thread(target=work, name="worker-7")
+        thread.start()
+        thread.join()
+        return caught[0]
+
+    @pytest.mark.parametrize("method", ["reset", "mark", "report", "close", "prefill", "decode", "reuse"])
+    def test_another_thread_gets_one_sentence(self, model, method):
+        runner = Runner(model)
+        arguments = {"prefill": ([1],), "decode": (1,), "reuse": ([1],)}.get(method, ())
+        error = self.in_thread(lambda: getattr(runner, method)(*arguments))
+        assert isinstance(error, BackendError)
+        assert "belongs to thread 'MainThread'" in str(error)
+        assert "called from 'worker-7'" in str(error)
+        assert runner.prefill(PROMPT[:3]) is not None
+
+    def test_a_runner_made_in_a_worker_outlives_it_only_as_an_error(self, model):
+        runner = self.in_thread(lambda: Runner(model))
+        with pytest.raises(BackendError, match="belongs to thread 'worker-7'"):
+            runner.prefill([1])
+
+    def test_two_workers_in_turn(self, install):
+        def answer():
+            with Runner.open(install, verify="off", kernels="reference") as runner:
+                return np.array(runner.prefill(PROMPT[:20]))
+
+        assert_exact(self.in_thread(answer), self.in_thread(answer))
+        assert_exact(self.in_thread(answer), answer())
+
+
+class TestOpen:
+    def test_an_install_is_opened_with_its_tokenizer(self, install):
+        with Runner.open(install, verify="off") as runner:
+            ids = runner.tokenizer.encode("the cat and the dog")
+            assert runner.tokenizer.decode(ids) == "the cat and the dog"
+            logits = runner.prefill(ids)
+            assert (logits.shape, logits.dtype) == ((runner.vocab_size,), mx.float32)
+
+    def test_what_was_resolved_is_reported(self, install):
+        with Runner.open(install, verify="off", kernels="reference", max_context=100, prefill_chunk=7) as runner:
+            report = runner.report()
+            assert (report.backend, report.device, report.dtype) == ("reference", "cpu", "float32")
+            assert (report.max_context, report.context_reason, report.trained_context) == (100, "as asked", 512)
+            assert (report.prefill_chunk, report.fused, report.model_type) == (7, True, "llama")
+            assert report.kv_bytes == 100 * 512 + 8 * 512
+            assert report.kv_bytes_now == 0
+            assert report.operations == {}
+            # Two layers of 4 x 32 heads over 2, width 64 and 128, two norms; embedding, head and last norm.
+            layer = 2 * 128 * 64 + 2 * 64 * 64 + 3 * 64 * 128 + 2 * 64
+            assert report.parameters == 2 * layer + 2 * 320 * 64 + 64
+            matrices = report.parameters - 5 * 64
+            assert report.weight_bytes == matrices // 2 + 4 * matrices // 64 + 2 * 5 * 64
+            runner.prefill(PROMPT[:3])
+            text = str(runner.report())
+            assert "reference on the cpu" in text
+            assert "100 tokens (as asked), trained for 512, prompts in chunks of 7" in text
+            assert "attention" in text.splitlines()[-1]
+
+    def test_plain_modules_answer_the_same(self, install):
+        with (
+            Runner.open(install, verify="off", kernels="reference") as runner,
+            Runner.open(install, verify="off", fused=False) as plain,
+        ):
+            assert plain.report().backend == "reference"
+            assert not plain.report().fused
+            assert_close(plain.prefill(PROMPT[:30]), runner.prefill(PROMPT[:30]))
+            assert_close(plain.decode(3), runner.decode(3))
+
+    def test_the_chosen_back_end_answers_like_the_reference(self, install):
+        with (
+            Runner.open(install, verify="off") as runner,
+            Runner.open(install, verify="off", kernels="reference") as reference,
+        ):
+            assert_close(runner.prefill(PROMPT[:30]), reference.prefill(PROMPT[:30]))
+            for token in PROMPT[30:42]:
+                assert_close(runner.decode(token), reference.decode(token))
+
+    def test_the_weights_count_before_the_context(self, install, monkeypatch):
+        with Runner.open(install, verify="off", kernels="reference") as runner:
+            weights = runner.report().weight_bytes
+        monkeypatch.setattr("turbospark_mlx.runner.available_bytes", lambda device: weights + 2 * (256 * 512 + 4096))
+        with Runner.open(install, verify="off", kernels="reference") as runner:
+            assert (runner.max_context, runner.report().context_reason) == (256, "as memory allows")
+        monkeypatch.setattr("turbospark_mlx.runner.available_bytes", lambda device: weights // 2)
+        with pytest.raises(OptionError, match="0 bytes of memory are free beside the weights"):
+            Runner.open(install, verify="off", kernels="reference")
+
+    def test_refusals(self, install, tmp_path, model):
+        with pytest.raises(InstallError):
+            Runner.open(tmp_path / "nothing.gturbo")
+        with pytest.raises(BackendError, match="kernels='cuda13'"):
+            Runner.open(install, kernels="cuda13")
+        with pytest.raises(OptionError, match="verify='maybe'"):
+            Runner.open(install, verify="maybe")
+        with pytest.raises(OptionError, match="max_context=0"):
+            Runner.open(install, verify="off", max_context=0)
+        with pytest.raises(TurbosparkError, match="made from a model"):
+            _ = Runner(model).tokenizer
+
+    def test_verification_is_asked_for(self, install, tmp_path, monkeypatch):
+        import shutil
+
+        monkeypatch.setenv("TURBOSPARK_HOME", str(tmp_path / "home"))
+        damaged = shutil.copytree(install, tmp_path / "damaged.gturbo")
+        weights = bytearray((damaged / "model_weights.bin").read_bytes())
+        weights[-1] ^= 1
+        (damaged / "model_weights.bin").write_bytes(weights)
+        with pytest.raises(InstallError, match="SHA-256"):
+            Runner.open(damaged, kernels="reference")
+        Runner.open(damaged, kernels="reference", verify="off").close()
+
+
+class TestMlxLm:
+    """mlx-lm's own loops, unchanged."""
+
+    @pytest.mark.parametrize("chunk", [3, 2048])
+    @pytest.mark.parametrize("variant", ["llama", "mistral", "qwen3"])
+    def test_generate_step(self, variant, chunk):
+        from mlx_lm.generate import generate_step
+
+        model = tiny_model(variant)
+        theirs = [t for t, _ in generate_step(mx.array(PROMPT[:12]), model, max_tokens=20, prefill_step_size=chunk)]
+        with Runner(model) as runner:
+            logits, ours = runner.prefill(PROMPT[:12]), []
+            for _ in range(20):
+                ours.append(int(mx.argmax(logits)))
+                logits = runner.decode(ours[-1])
+        assert theirs == ours
+        assert len(set(ours)) > 3
+
+    def test_generate_step_from_embeddings(self):
+        from mlx_lm.generate import generate_step
+
+        model = tiny_model("llama")
+        embeddings = model.model.embed_tokens(mx.array(PROMPT[:12]))
+        tokens = list(generate_step(mx.array(PROMPT[:12]), model, max_tokens=4))
+        from_embeddings = list(generate_step(mx.array([], mx.int32), model, max_tokens=4, input_embeddings=embeddings))
+        assert [t for t, _ in tokens] == [t for t, _ in from_embeddings]
+
+    def test_perplexity(self, model, capsys):
+        from mlx_lm.perplexity import eval_ppl
+
+        rows = mx.array([PROMPT[:32], PROMPT[32:64]])
+        perplexity, _ = eval_ppl(model, rows, batch_size=2)
+        losses = []
+        for row in rows.tolist():
+            with Runner(model) as runner:
+                logits = runner.prefill(row[:1])
+                for token in row[1:]:
+                    losses.append(float(mx.logsumexp(logits) - logits[token]))
+                    logits = runner.decode(token)
+        assert np.exp(np.mean(losses)) == pytest.approx(perplexity, rel=1e-4)
+
+    def test_evaluations_prompt_cache(self, model):
+        """mlx-lm's evaluate.py runs a prompt into a cache, copies the cache, and goes on from the copy."""
+        import copy
+
+        from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
+
+        prompt_cache = make_prompt_cache(model)
+        whole = model(mx.array([PROMPT[:12]]))
+        model(mx.array([PROMPT[:7]]), cache=prompt_cache)
+        mx.eval([layer.state for layer in prompt_cache])
+        assert can_trim_prompt_cache(prompt_cache)
+        assert trim_prompt_cache(prompt_cache, 2) == 2
+        for _ in range(2):
+            rest = model(mx.array([PROMPT[5:12]]), cache=copy.deepcopy(prompt_cache))
+            assert_close(rest[0], whole[0, 5:])
+        assert not any(can_trim_prompt_cache([layer]) for layer in _filled(model, 20)[:1])
+
+
+def _filled(model, count):
+    layers = model.make_cache()
+    model(mx.array([PROMPT[:count]]), cache=layers)
+    return layers
+
+
+class TestTheWindowCountsTheQuerysOwnToken:
+    """One sliding layer, W = 8. With 8 tokens the first reaches the last row; with 9 it does not at all."""
+
+    @pytest.fixture(scope="class")
+    def single(self):
+        hf = tiny_config("llama", "mistral") | {"num_hidden_layers": 1}
+        model = Model(family_for_model_type("mistral").config_from_hf(hf), backend=backends.select("reference"))
+        model.load_weights([(name, mx.array(a)) for name, a in tiny_weights(hf).items()])
+        return model
+
+    def last_rows(self, model, prompt):
+        """The last row's logits by every way of running the prompt."""
+        rows = {"no cache": model(mx.array([prompt]))[0, -1]}
+        for name, chunk in (("prefill", 64), ("chunks of 3", 3), ("token by token", 1)):
+            with Runner(model, prefill_chunk=chunk) as runner:
+                rows[name] = runner.prefill(prompt)
+        with Runner(model) as runner:
+            runner.prefill(prompt[:-1])
+            rows["decode"] = runner.decode(prompt[-1])
+        return {name: np.array(row) for name, row in rows.items()}
+
+    @pytest.mark.parametrize(("length", "reaches"), [(8, True), (9, False), (24, False)])
+    def test_changing_the_first_token(self, single, length, reaches):
+        before = self.last_rows(single, PROMPT[:length])
+        after = self.last_rows(single, [PROMPT[0] ^ 1, *PROMPT[1:length]])
+        for name in before:
+            assert np.array_equal(before[name], after[name]) == (not reaches), name
+
+    @pytest.mark.parametrize("length", [9, 20])
+    def test_the_oldest_visible_token_is_eight_back(self, single, length):
+        before = self.last_rows(single, PROMPT[:length])
+        changed = PROMPT[:length]
+        changed[length - 8] ^= 1
+        for name, row in self.last_rows(single, changed).items():
+            assert not np.array_equal(before[name], row), name
+        changed = PROMPT[:length]
+        changed[length - 9] ^= 1
+        for name, row in self.last_rows(single, changed).items():
+            assert np.array_equal(before[name], row), name
