@@ -69,7 +69,7 @@ def read(file: OpenFile, declared: Mapping[str, AffineFormat]) -> dict[str, Tens
     if index_size > MAX_INDEX_BYTES:
         raise damaged(file.label, f"indexSize is {index_size}; at most {MAX_INDEX_BYTES} bytes are allowed")
     names_start = _HEADER.size + count * _ENTRY.size
-    if count > (MAX_INDEX_BYTES - _HEADER.size) // _ENTRY.size or names_start > index_size:
+    if names_start > index_size:
         raise damaged(file.label, f"entryCount is {count}, which does not fit indexSize {index_size}")
     if index_size % _ELDER_PAGE and (index_size, count) != (_HEADER.size, 0):
         raise damaged(file.label, f"indexSize is {index_size}; a multiple of {_ELDER_PAGE} is needed")
