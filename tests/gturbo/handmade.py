@@ -6,11 +6,13 @@ sizes and hashes agree with the files, ``write`` puts everything into a director
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import hashlib
 import json
 import os
 import struct
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -266,3 +268,10 @@ def snapshot(directory: Path) -> dict[str, bytes]:
             path = Path(folder) / name
             found[str(path.relative_to(directory))] = path.read_bytes()
     return found
+
+
+def path_of(fd: int) -> str:
+    """Where an open file lies."""
+    if sys.platform == "linux":
+        return os.readlink(f"/proc/self/fd/{fd}")
+    return fcntl.fcntl(fd, fcntl.F_GETPATH, bytes(1024)).rstrip(b"\0").decode()

@@ -1,4 +1,4 @@
-"""Thousands of damaged and hostile installs: every change is judged (see ``mutations``).
+"""Thousands of damaged and hostile installs: every change is judged (see ``mutation``).
 
 Meanwhile nothing outside the directory may be opened, no error but InstallError may come out, and memory and time stay
 bounded whatever a header claims.
@@ -7,7 +7,6 @@ bounded whatever a header claims.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import resource
 import signal
@@ -15,32 +14,45 @@ import sys
 import tracemalloc
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from turbospark_mlx.errors import InstallError
 from turbospark_mlx.gturbo import Install, integrity
 
 from . import handmade
-from .mutations import (
-    CATEGORIES,
-    MANIFEST,
-    WEIGHTS,
-    Mutation,
-    extreme_index_numbers,
-    flipped_index_bytes,
+from .file_mutations import cut_files, damaged_payloads, wrong_kinds_of_file
+from .handmade import path_of
+from .index_mutations import extreme_index_numbers, flipped_index_bytes, is_consistent_index
+from .json_mutations import (
+    damaged_manifest_text,
+    hostile_paths,
     hostile_texts,
-    is_consistent_index,
-    mutations,
-    overwrite,
-    rust_dense,
-    rust_moe,
-    swift_moe,
+    strange_layout_values,
+    strange_manifest_values,
 )
+from .mutation import MANIFEST, WEIGHTS, Mutation, overwrite, rust_dense, rust_moe, swift_moe
 
+CATEGORIES = (
+    flipped_index_bytes,
+    extreme_index_numbers,
+    strange_manifest_values,
+    strange_layout_values,
+    damaged_manifest_text,
+    hostile_texts,
+    hostile_paths,
+    wrong_kinds_of_file,
+    cut_files,
+    damaged_payloads,
+)
 # Traced allocations beyond a small multiple of the largest file that is really there.
 TRACED_LIMIT = 1 << 20
 ADDRESS_SPACE = 128 << 20
 SECONDS = 10
+
+
+def mutations(category) -> list[Mutation]:
+    return category(np.random.default_rng(CATEGORIES.index(category)))
 
 
 class Workshop:
@@ -75,13 +87,6 @@ class Workshop:
                 path.rmdir()
             else:
                 path.unlink()
-
-
-def path_of(fd: int) -> str:
-    """Where an open file lies."""
-    if sys.platform == "linux":
-        return os.readlink(f"/proc/self/fd/{fd}")
-    return fcntl.fcntl(fd, fcntl.F_GETPATH, bytes(1024)).rstrip(b"\0").decode()
 
 
 @contextlib.contextmanager

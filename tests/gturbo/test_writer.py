@@ -239,7 +239,7 @@ def test_the_manifest_is_the_last_thing_that_appears(tmp_path, monkeypatch):
 
     def fsync(fd):
         real_fsync(fd)
-        durable.add(os.path.basename(os.readlink(f"/proc/self/fd/{fd}")))
+        durable.add(os.path.basename(handmade.path_of(fd)))
 
     def rename(source, target):
         manifest_at.append((set(durable), os.path.basename(target)))
