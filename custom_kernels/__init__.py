@@ -9,13 +9,14 @@ from turbospark_mlx.custom_kernels.affine import affine_embedding, affine_matmul
 from turbospark_mlx.custom_kernels.dense import dense_matmul
 from turbospark_mlx.custom_kernels.norm import rms_norm
 from turbospark_mlx.custom_kernels.rotary import qkv_epilogue, rotation_table
-from turbospark_mlx.custom_kernels.sdpa import attention
+from turbospark_mlx.custom_kernels.sdpa import attention, cache_attention
 
 __all__ = [
     "affine_embedding",
     "affine_matmul",
     "attention",
     "backends",
+    "cache_attention",
     "dense_matmul",
     "gated_affine_matmul",
     "qkv_epilogue",

@@ -6,6 +6,8 @@ and companions ``scales, biases [N, K / group_size]``; ``w = scale * q + bias``.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import mlx.core as mx
 import numpy as np
 
@@ -18,23 +20,51 @@ BLAS_ROWS = 3
 """Rows from which dequantizing a matrix for the BLAS costs less than MLX's CPU product, whose time grows with them."""
 
 
-def check_affine(op: str, width: int | None, weight, scales, biases, *, bits: int, group_size: int) -> int:
-    """Check that the parts of one quantized matrix belong together; returns K. Raises OptionError."""
-    columns = weight.shape[-1] * 32 // bits
-    if weight.dtype != mx.uint32 or weight.ndim != 2 or weight.shape[-1] * 32 % bits or columns % group_size:
+@lru_cache(maxsize=4096)
+def check(
+    op: str,
+    x: tuple[int, ...] | None,
+    weight: tuple[int, ...],
+    dtype: mx.Dtype,
+    scales: tuple[int, ...],
+    biases: tuple[int, ...],
+    bits: int,
+    group_size: int,
+    bias: tuple[int, ...] | None = None,
+    residual: tuple[int, ...] | None = None,
+    norm_weight: tuple[int, ...] | None = None,
+    eps: float | None = None,
+) -> int:
+    """Check that shapes and the dtype of the packed weight belong together; returns K. Raises OptionError."""
+    columns = weight[-1] * 32 // bits
+    if dtype != mx.uint32 or len(weight) != 2 or weight[-1] * 32 % bits or columns % group_size:
         raise OptionError(
-            f"{op}: weight is {weight.dtype} {list(weight.shape)}; a matrix of {bits} bits in groups of {group_size} "
-            "is uint32 [N, K * bits / 32] with K a multiple of the group"
+            f"{op}: weight is {dtype} {list(weight)}; a matrix of {bits} bits in groups of {group_size} is uint32 "
+            "[N, K * bits / 32] with K a multiple of the group"
         )
+    companions = (weight[0], columns // group_size)
     for name, companion in (("scales", scales), ("biases", biases)):
-        if companion.shape != (weight.shape[0], columns // group_size):
+        if companion != companions:
             raise OptionError(
-                f"{op}: {name} are {list(companion.shape)}, but weight {list(weight.shape)} with {bits} bits in groups "
-                f"of {group_size} needs {[weight.shape[0], columns // group_size]}"
+                f"{op}: {name} are {list(companion)}, but weight {list(weight)} with {bits} bits in groups of "
+                f"{group_size} needs {list(companions)}"
             )
-    if width is not None and width != columns:
-        raise OptionError(f"{op}: x has {width} columns, but the matrix has {columns}")
+    if x is None:
+        return columns
+    if x[-1] != columns:
+        raise OptionError(f"{op}: x has {x[-1]} columns, but the matrix has {columns}")
+    if (norm_weight is None) != (eps is None):
+        raise OptionError(f"{op}: norm_weight and eps belong together")
+    if norm_weight is not None and norm_weight != (columns,):
+        raise OptionError(f"{op}: norm_weight is {list(norm_weight)}, but x has {columns} columns")
+    for name, added, shape in (("bias", bias, weight[:1]), ("residual", residual, (*x[:-1], weight[0]))):
+        if added is not None and added != shape:
+            raise OptionError(f"{op}: {name} is {list(added)}, but the result needs {list(shape)}")
     return columns
+
+
+def _shape(a: mx.array | None) -> tuple[int, ...] | None:
+    return None if a is None else a.shape
 
 
 def affine_matmul_reference(
@@ -80,14 +110,20 @@ def affine_matmul(
     MLX's product, and a CPU MLX's for one or two rows in float32 and numpy's BLAS on dequantized tiles for more. Raises
     OptionError for parts that do not fit.
     """
-    check_affine("affine_matmul", x.shape[-1], weight, scales, biases, bits=bits, group_size=group_size)
-    _check_norm("affine_matmul", x, norm_weight, eps)
-    for name, added, shape in (
-        ("bias", bias, (weight.shape[0],)),
-        ("residual", residual, (*x.shape[:-1], weight.shape[0])),
-    ):
-        if added is not None and added.shape != shape:
-            raise OptionError(f"affine_matmul: {name} is {list(added.shape)}, but the result needs {list(shape)}")
+    check(
+        "affine_matmul",
+        x.shape,
+        weight.shape,
+        weight.dtype,
+        scales.shape,
+        biases.shape,
+        bits,
+        group_size,
+        _shape(bias),
+        _shape(residual),
+        _shape(norm_weight),
+        eps,
+    )
     if x.size == 0:
         return mx.zeros((*x.shape[:-1], weight.shape[0]), dtype=x.dtype)
     matrix = {"bits": bits, "group_size": group_size}
@@ -141,8 +177,18 @@ def gated_affine_matmul(
 
     ``x [..., K]`` -> ``[..., F]`` in the dtype of ``x``; see `affine_matmul` for the rest (SwiGLU, Shazeer, 2020).
     """
-    check_affine("gated_affine_matmul", x.shape[-1], weight, scales, biases, bits=bits, group_size=group_size)
-    _check_norm("gated_affine_matmul", x, norm_weight, eps)
+    check(
+        "gated_affine_matmul",
+        x.shape,
+        weight.shape,
+        weight.dtype,
+        scales.shape,
+        biases.shape,
+        bits,
+        group_size,
+        norm_weight=_shape(norm_weight),
+        eps=eps,
+    )
     if weight.shape[0] % 2:
         raise OptionError(f"gated_affine_matmul: {weight.shape[0]} rows cannot be as many gate rows as up rows")
     if x.size == 0:
@@ -152,13 +198,6 @@ def gated_affine_matmul(
         backend.count("gated_affine_matmul", "kernel")
         return gemv.gemv(x, weight, scales, biases, **options, gated=True, bias=None, residual=None, backend=backend)
     return _gate(affine_matmul(x, weight, scales, biases, **options, backend=backend))
-
-
-def _check_norm(op: str, x: mx.array, norm_weight: mx.array | None, eps: float | None) -> None:
-    if (norm_weight is None) != (eps is None):
-        raise OptionError(f"{op}: norm_weight and eps belong together")
-    if norm_weight is not None and norm_weight.shape != x.shape[-1:]:
-        raise OptionError(f"{op}: norm_weight is {list(norm_weight.shape)}, but x has {x.shape[-1]} columns")
 
 
 def affine_embedding_reference(ids, weight, scales, biases, *, bits: int, group_size: int, dtype) -> mx.array:
@@ -183,7 +222,7 @@ def affine_embedding(
     MLX does not check ids. On a CPU they are checked here and OptionError is raised; on a GPU the check would wait for
     the device, so the caller checks ids that come from outside.
     """
-    columns = check_affine("affine_embedding", None, weight, scales, biases, bits=bits, group_size=group_size)
+    columns = check("affine_embedding", None, weight.shape, weight.dtype, scales.shape, biases.shape, bits, group_size)
     if ids.size == 0:
         return mx.zeros((*ids.shape, columns), dtype=dtype)
     if backend.device == "cpu":

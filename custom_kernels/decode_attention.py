@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 import mlx.core as mx
+import numpy as np
 
 from turbospark_mlx.custom_kernels.backends import Backend
 from turbospark_mlx.custom_kernels.backends.host import thread_count
@@ -26,14 +27,14 @@ CHUNK_KEYS = {"metal": 256, "cuda": 128, "host": 64}
 MAX_CHUNKS = 32
 
 
-def serves(q: mx.array, k: mx.array, v: mx.array, mask, backend: Backend) -> bool:
+def serves(q: mx.array, keys: int, kv_size: int, mask, backend: Backend) -> bool:
     """Whether the kernels take this attention: few rows, no mask array, no tiny arrays (see `gemv`)."""
     return (
         backend.launch is not None
         and q.shape[2] <= ROWS
         and (mask is None or isinstance(mask, str))
-        and k.dtype == v.dtype
-        and min(q.size, k.size, v.size) >= 8
+        and keys > 0
+        and min(q.size, kv_size) >= 8
         and (backend.device == "gpu" or q.dtype == mx.float32)
     )
 
@@ -55,7 +56,7 @@ def plan(
     """The two launches for ``q`` of ``shape`` and keys in ``chunks``; ``window`` 0 is none."""
     batch, heads, length, head_dim = shape
     share, rows = heads // kv_heads * length, batch * heads * length
-    host = backend == "host"
+    host, merged = backend == "host", (batch, length, heads * value_dim)
     if host:
         queries, keys, simdgroups = share if length == 1 else 8, 16, 1
     else:
@@ -81,7 +82,7 @@ def plan(
         groups=(batch * kv_heads * -(-share // queries), chunks),
         simdgroups=simdgroups,
         input_dtypes=(dtype, kv_dtype, kv_dtype, sink_dtype or dtype),
-        output_shapes=((*shape[:3], value_dim) if chunks == 1 else (rows, chunks, value_dim), *[(rows, chunks)] * 2),
+        output_shapes=(merged if chunks == 1 else (rows, chunks, value_dim), *[(rows, chunks)] * 2),
         output_dtypes=(dtype if chunks == 1 else mx.float32, mx.float32, mx.float32),
     )
     combine = Launch(
@@ -89,15 +90,13 @@ def plan(
         template=(
             ("T", dtype),
             ("H", heads),
-            # Only a sink needs to know which head a row belongs to.
-            ("L", length if sink_dtype is not None else 1),
             ("E", value_dim),
             ("SINKS", sink_dtype is not None),
         ),
         groups=(rows, 1),
         simdgroups=1 if host else min(4, -(-value_dim // 32)),
         input_dtypes=(mx.float32, mx.float32, mx.float32, sink_dtype or dtype),
-        output_shapes=((*shape[:3], value_dim),),
+        output_shapes=(merged,),
         output_dtypes=(dtype,),
     )
     return partial, combine
@@ -105,16 +104,20 @@ def plan(
 
 def decode_attention(
     q: mx.array,
-    k: mx.array,
-    v: mx.array,
+    k: mx.array | np.ndarray,
+    v: mx.array | np.ndarray,
     *,
     scale: float,
     causal: bool,
     window: int | None,
     sinks: mx.array | None,
+    kv_dtype: mx.Dtype,
     backend: Backend,
 ) -> mx.array:
-    """The attention that `sdpa.attention` defines, for what `serves` accepts."""
+    """The attention that `sdpa.attention` defines, with merged heads ``[B, L, H * E]``, for what `serves` accepts.
+
+    ``k`` and ``v`` may be numpy views where the back end is the host.
+    """
     batch, _, length, _ = q.shape
     kv_heads, keys, value_dim = k.shape[1], k.shape[2], v.shape[3]
     seen = keys if window is None else min(keys, window + length - 1)
@@ -136,7 +139,7 @@ def decode_attention(
         causal and length > 1,
         window or 0,
         q.dtype,
-        k.dtype,
+        kv_dtype,
         None if sinks is None else sinks.dtype,
     )
     logits = q if sinks is None else sinks

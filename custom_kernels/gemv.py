@@ -109,35 +109,22 @@ def gemv(
     rows, out = x.size // columns, weight.shape[0] // (2 if gated else 1)
     if residual is not None and residual.dtype != x.dtype:
         residual = residual.astype(x.dtype)
-
-    def run(part: mx.array, most: int, added: mx.array | None) -> mx.array:
-        call = plan(
-            backend.name,
-            part.shape,
-            most,
-            out,
-            bits,
-            group_size,
-            gated,
-            eps or 0.0,
-            added is not None,
-            scales.dtype,
-            x.dtype,
-            None if norm_weight is None else norm_weight.dtype,
-            None if bias is None else bias.dtype,
-        )
-        # An input that the variant does not read still needs an array.
-        norm, offset, more = (part if a is None else a for a in (norm_weight, bias, added))
-        return backend.launch(call, (weight, scales, biases, part, norm, offset, more))[0]
-
+    matrix = (out, bits, group_size, gated, eps or 0.0, residual is not None, scales.dtype, x.dtype)
+    dtypes = (None if norm_weight is None else norm_weight.dtype, None if bias is None else bias.dtype)
+    # An input that the variant does not read still needs an array.
+    norm, offset = x if norm_weight is None else norm_weight, x if bias is None else bias
     if rows == 1:
-        return run(x, 1, residual)
+        call = plan(backend.name, x.shape, 1, *matrix, *dtypes)
+        inputs = (weight, scales, biases, x, norm, offset, x if residual is None else residual)
+        return backend.launch(call, inputs)[0]
     # The kernel takes the number of rows from the first axis.
     flat, added = x.reshape(rows, columns), None if residual is None else residual.reshape(rows, out)
     sizes = [size for size in TOGETHER[backend.name] if size * columns * 4 <= STAGED_BYTES["host"]] or [1]
     parts = []
     for start in range(0, rows, sizes[-1]):
         chosen = slice(start, min(start + sizes[-1], rows))
-        most = next(size for size in sizes if size >= chosen.stop - start)
-        parts.append(run(flat[chosen], most, None if added is None else added[chosen]))
+        part, most = flat[chosen], next(size for size in sizes if size >= chosen.stop - start)
+        call = plan(backend.name, part.shape, most, *matrix, *dtypes)
+        inputs = (weight, scales, biases, part, norm, offset, part if added is None else added[chosen])
+        parts += backend.launch(call, inputs)
     return (parts[0] if len(parts) == 1 else mx.concatenate(parts)).reshape(*x.shape[:-1], out)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import mlx.core as mx
+import numpy as np
 
 from turbospark_mlx.custom_kernels import decode_attention
 from turbospark_mlx.custom_kernels.backends import Backend, blas
@@ -87,11 +88,11 @@ def attention(
         raise OptionError(f"attention: window={window}; a window holds at least the query's own position")
     if q.size == 0:
         return mx.zeros((batch, heads, length, v.shape[-1]), dtype=q.dtype)
-    if decode_attention.serves(q, k, v, mask, backend):
+    if k.dtype == v.dtype and decode_attention.serves(q, keys, min(k.size, v.size), mask, backend):
         backend.count("attention", "kernel")
-        return decode_attention.decode_attention(
-            q, k, v, scale=scale, causal=mask is not None, window=window, sinks=sinks, backend=backend
-        )
+        options = {"scale": scale, "causal": mask is not None, "window": window, "sinks": sinks, "kv_dtype": k.dtype}
+        y = decode_attention.decode_attention(q, k, v, **options, backend=backend)
+        return y.reshape(batch, length, heads, -1).swapaxes(1, 2)
     if backend.device == "cpu":
         backend.count("attention", "blas")
         return blas.attention(q, k, v, scale=scale, mask=mask, window=window, sinks=sinks)
@@ -101,3 +102,49 @@ def attention(
     if isinstance(mask, mx.array) and mask.dtype != mx.bool_:
         mask = mask.astype(q.dtype)
     return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sinks)
+
+
+def cache_attention_reference(
+    q, kv, *, keys: int, scale: float, mask: Mask = None, window=None, sinks=None
+) -> mx.array:
+    """Definition of `cache_attention`."""
+    k, v = kv[0, :, :, :keys], kv[1, :, :, :keys]
+    return _merge_heads(attention_reference(q, k, v, scale=scale, mask=mask, window=window, sinks=sinks))
+
+
+def _merge_heads(y: mx.array) -> mx.array:
+    return y.swapaxes(1, 2).reshape(y.shape[0], y.shape[2], -1)
+
+
+def cache_attention(
+    q: mx.array,
+    kv: mx.array,
+    *,
+    keys: int,
+    scale: float,
+    mask: Mask = None,
+    window: int | None = None,
+    sinks: mx.array | None = None,
+    backend: Backend,
+) -> mx.array:
+    """`attention` over the first ``keys`` rows of a cache's buffer, with the heads side by side.
+
+    ``q [B, H, L, D]``, ``kv [2, B, KV, capacity, D]`` with keys first -> ``[B, L, H * D]``, which is what an output
+    projection takes. Reading the buffer in place saves a CPU the views, each of which costs as much as a small product.
+    """
+    batch, heads, length, head_dim = q.shape
+    kv_heads, capacity = kv.shape[2], kv.shape[3]
+    if kv.shape != (2, batch, kv_heads, capacity, head_dim) or heads % kv_heads or not length <= keys <= capacity:
+        raise OptionError(
+            f"cache_attention: q {list(q.shape)}, kv {list(kv.shape)} and {keys} keys do not fit [B, H, L, D] and "
+            "[2, B, KV, capacity, D] with H a multiple of KV and L <= keys <= capacity"
+        )
+    k, v = kv[0, :, :, :keys], kv[1, :, :, :keys]
+    options = {"scale": scale, "window": window, "sinks": sinks, "backend": backend}
+    if not decode_attention.serves(q, keys, kv.size, mask, backend):
+        return _merge_heads(attention(q, k, v, mask=mask, **options))
+    backend.count("attention", "kernel")
+    if backend.device == "cpu" and kv.dtype != mx.bfloat16:
+        buffer = np.array(kv, copy=False)
+        k, v = buffer[0, :, :, :keys], buffer[1, :, :, :keys]
+    return decode_attention.decode_attention(q, k, v, causal=mask is not None, kv_dtype=kv.dtype, **options)

@@ -3,8 +3,8 @@
 // Below every score, and finite, so that differences of peaks are numbers.
 #define LOWEST_PEAK (-3.0e38f)
 
-template <int WIDTH, int COUNT, typename T>
-METAL_FUNC void load_lane(const device T* row, int64_t stride, uint lane, thread float* values) {
+template <int WIDTH, int COUNT, typename T, typename Stride>
+METAL_FUNC void load_lane(const device T* row, Stride stride, uint lane, thread float* values) {
   UNROLL
   for (int i = 0; i < COUNT; ++i) {
     const uint element = lane * COUNT + i;

@@ -1,11 +1,11 @@
     // The chunks of attention_decode_partial as one result: parts [rows, chunks, E], peaks and totals [rows, chunks]
     // -> y [rows, E]. A sink is a logit that joins the peak and the total and has no value. One threadgroup a row.
     const uint row = threadgroup_position_in_grid.x, chunks = peaks_shape[1];
-    float highest = SINKS ? float(sinks[row / L % H]) : LOWEST_PEAK;
+    float highest = SINKS ? float(sinks[row % H]) : LOWEST_PEAK;
     for (uint c = 0; c < chunks; ++c) {
       highest = max(highest, peaks[row * chunks + c]);
     }
-    float all = SINKS ? exp(float(sinks[row / L % H]) - highest) : 0.0f;
+    float all = SINKS ? exp(float(sinks[row % H]) - highest) : 0.0f;
     for (uint c = 0; c < chunks; ++c) {
       all += exp(peaks[row * chunks + c] - highest) * totals[row * chunks + c];
     }

@@ -2,8 +2,8 @@
     // views. H / KV * L query rows read one KV head; a threadgroup takes QUERIES of them and chunk y of the keys. Simdgroups
     // take KEYS keys at a time and keep a running peak, total and sum (Milakov and Gimelshein, 2018), which are merged in
     // threadgroup memory.
-    // Where there is one chunk, out [rows, E] is the result, sinks included. Otherwise out [rows, chunks, E], peaks and
-    // totals [rows, chunks] go to attention_decode_combine.
+    // A row of the result is one head of one token, [B, L, H, E]. Where there is one chunk, out [rows, E] is that result,
+    // sinks included. Otherwise out [rows, chunks, E], peaks and totals [rows, chunks] go to attention_decode_combine.
     constexpr uint D_COUNT = (D + SIMD_WIDTH - 1) / SIMD_WIDTH;
     constexpr uint E_COUNT = (E + SIMD_WIDTH - 1) / SIMD_WIDTH;
     threadgroup float simd_peaks[MAX_SIMDGROUPS];
@@ -104,7 +104,8 @@
 
     UNROLL
     for (uint i = 0; i < QUERIES; ++i) {
-      const uint share = set * QUERIES + i, row = kv_row * share_count + share;
+      const uint share = set * QUERIES + i, token = kv_row / KV * rows_a_head + share % rows_a_head;
+      const uint row = token * H + kv_row % KV * (H / KV) + share / rows_a_head;
       threadgroup_barrier(mem_flags::mem_threadgroup);
       if (lane == 0) {
         simd_peaks[simd] = peak[i];
@@ -121,7 +122,7 @@
       for (uint s = 0; s < SIMDGROUPS; ++s) {
         highest = max(highest, simd_peaks[s]);
       }
-      const float sink = SINKS && single ? float(sinks[row / rows_a_head % H * sinks_strides[0]]) : LOWEST_PEAK;
+      const float sink = SINKS && single ? float(sinks[row % H * sinks_strides[0]]) : LOWEST_PEAK;
       highest = max(highest, sink);
       float all = SINKS && single ? exp(sink - highest) : 0.0f;
       for (uint s = 0; s < SIMDGROUPS; ++s) {

@@ -350,6 +350,24 @@ def test_decode_attention_at_other_head_sizes_and_views(backend, rng, head_dim, 
     assert backend.counters == {("attention", "kernel"): 1}
 
 
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("length", [1, 3, 20])
+def test_cache_attention_reads_the_first_rows_of_a_buffer(backend, rng, length, dtype):
+    keys = 37
+    q = normal(rng, 2, 6, length, 16)
+    kv = mx.where(mx.arange(64)[:, None] >= keys, mx.nan, normal(rng, 2, 2, 3, 64, 16)).astype(dtype)
+    shown = np.broadcast_to(np.arange(keys) <= np.arange(keys - length, keys)[:, None], (2, 6, length, keys))
+    k, v = (oracle.float64(a)[:, :, :keys] for a in kv)
+    expected = oracle.attention(oracle.float64(q), k, v, 0.3, visible=shown)
+    expected = expected.swapaxes(1, 2).reshape(2, length, -1)
+    options = {"keys": keys, "scale": 0.3, "mask": "causal"}
+    assert oracle.relative_error(ck.cache_attention(q, kv, **options, backend=backend), expected) < 1e-5
+    assert oracle.relative_error(sdpa.cache_attention_reference(q, kv, **options), expected) < 1e-5
+    for refused in (length - 1, 65):
+        with pytest.raises(OptionError, match=f"{refused} keys"):
+            ck.cache_attention(q, kv, keys=refused, scale=0.3, backend=backend)
+
+
 def test_decode_attention_reads_no_key_beyond_the_last(backend, rng):
     cache = mx.where(mx.arange(40)[:, None] >= 33, mx.nan, normal(rng, 2, 1, 2, 40, 16))
     y = ck.attention(normal(rng, 1, 4, 1, 16), cache[0][:, :, :33], cache[1][:, :, :33], scale=1.0, backend=backend)
