@@ -79,8 +79,7 @@ def load_model(
     _read(install, places, model, progress)
     if not fused:
         model.update(tree_map(lambda array: _widened(array, model.dtype), model.parameters()))
-        # mlx.nn draws initial weights, which nobody computes; the generator's new state must not stay lazy either.
-        mx.eval(model.parameters(), mx.random.state)
+        mx.eval(model.parameters())
     return model
 
 
@@ -101,8 +100,6 @@ def check_tensors(install: Install, family: Family, config: ModelConfig) -> None
             raise InstallError(
                 f"{where}: tensor {name!r} is {list(found[name].shape)}; manifest.json calls for {list(shape)}."
             )
-        if found[name].format is not None and len(shape) != 2:
-            raise InstallError(f"{where}: tensor {name!r} is packed; only matrices can be.")
 
 
 def _others(names: list[str]) -> str:

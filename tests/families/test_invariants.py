@@ -198,9 +198,14 @@ def test_batches_without_a_cache(family, variant):
 
 @each_variant
 def test_embeddings_can_stand_for_tokens(family, variant):
-    """Exact."""
+    """Exact; embeddings in another dtype are brought to the model's."""
     model, tokens = model_of(family, variant), mx.array([PROMPT[:9]])
-    assert_exact(model(None, input_embeddings=model.model.embed_tokens(tokens)), model(tokens), variant)
+    embeddings = model.model.embed_tokens(tokens)
+    assert_exact(model(None, input_embeddings=embeddings), model(tokens), variant)
+    half = embeddings.astype(mx.float16)
+    rounded = model(None, input_embeddings=half)
+    assert rounded.dtype == mx.float32
+    assert_exact(rounded, model(None, input_embeddings=half.astype(mx.float32)), variant)
 
 
 @each_variant

@@ -1,0 +1,88 @@
+"""The llama family, from an install to tokens, with nothing hidden: the runner, its marks, and the model's modules.
+
+python examples/llama.py                                     # makes a tiny random model: the workings, not English
+python examples/llama.py --variant mistral                   # one of the family's switches; --variant list shows them
+python examples/llama.py --model smollm2-135m --prompt "The moon is"
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+
+import mlx.core as mx
+
+from turbospark_mlx import Runner
+from turbospark_mlx.store import resolve
+from turbospark_mlx.testing import make_tiny_install, variants
+
+
+def greedy(runner: Runner, logits: mx.array, count: int) -> list[int]:
+    """The ``count`` most probable tokens, one after the other, from the logits behind what was run."""
+    tokens = []
+    for _ in range(count):
+        tokens.append(int(mx.argmax(logits)))
+        logits = runner.decode(tokens[-1])
+    return tokens
+
+
+def show(runner: Runner, prompt: str, count: int) -> None:
+    print(runner.report(), end="\n\n")
+    ids = runner.tokenizer.encode(prompt)
+    start = time.perf_counter()
+    logits = runner.prefill(ids)
+    prefilled = time.perf_counter()
+    answer = greedy(runner, logits, count)
+    done = time.perf_counter()
+    print(f"{prompt!r} -> {runner.tokenizer.decode(answer)!r}")
+    print(f"prompt {len(ids) / (prefilled - start):.1f} tokens/s, answer {count / (done - prefilled):.1f} tokens/s\n")
+
+    # A mark is a place to come back to: try each of the three likeliest next tokens from the same point.
+    runner.reset()
+    logits = runner.prefill(ids)
+    mark = runner.mark()
+    chances = mx.softmax(logits)
+    for token in mx.argsort(-logits)[:3].tolist():
+        rest = greedy(runner, runner.decode(token), 8)
+        print(f"{float(chances[token]):6.1%}  {runner.tokenizer.decode([token, *rest])!r}")
+        runner.rollback(mark)
+
+    # A longer prompt with the same beginning runs only what is new.
+    longer = [*ids, *answer[:4]]
+    print(f"\n{runner.reuse(longer)} of {len(longer)} tokens of a longer prompt were already there")
+
+    # The model is an ordinary mlx.nn.Module: call it without a cache, or layer by layer.
+    model, tokens = runner.model, mx.array([ids])
+    x = model.model.embed_tokens(tokens)
+    for number, layer in enumerate(model.layers):
+        x, before = layer(x), x
+        if number in (0, len(model.layers) - 1):
+            change = mx.linalg.norm(x - before, axis=-1) / mx.linalg.norm(before, axis=-1)
+            print(f"layer {number} changes the residual stream by {float(change.mean()):.0%} of its length")
+    by_layer = model.head(model.model.norm(x))
+    print(f"layer by layer and at once differ by at most {float(mx.abs(by_layer - model(tokens)).max()):.1g}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="install, alias or repository; by default a tiny random one is made")
+    parser.add_argument("--variant", help="of the tiny model, or 'list'")
+    parser.add_argument("--prompt", default="The moon is")
+    parser.add_argument("--tokens", type=int, default=24)
+    args = parser.parse_args()
+    if args.variant == "list":
+        print("\n".join(variants("llama")))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        if args.model:
+            path = resolve(args.model)
+        else:
+            path = make_tiny_install("llama", Path(folder) / "tiny.gturbo", variant=args.variant)
+        with Runner.open(path) as runner:
+            show(runner, args.prompt, args.tokens)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""The example script runs as it stands."""
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "llama.py"
+
+
+@pytest.mark.parametrize("variant", ["llama", "mistral"])
+def test_it_runs_on_a_tiny_model_that_it_makes(variant, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--variant", variant, "--tokens", "12"])
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+    out = capsys.readouterr().out
+    assert "parameters" in out
+    assert out.count("%  '") + out.count('%  "') == 3
+    assert "differ by at most 0" in out
+
+
+def test_it_lists_the_variants(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--variant", "list"])
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert "mistral-mixed" in capsys.readouterr().out.split()
