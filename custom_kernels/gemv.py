@@ -62,7 +62,8 @@ def plan(
         groups = max(1, min(out, 4 * thread_count(), most * out * columns // PRODUCTS_PER_GROUP))
     else:
         tile = tile if tile == blocks else tile // SIMD_WIDTH * SIMD_WIDTH
-        rows_at_once, simdgroups = 2, 8
+        # Two rows of W share what is read of x, as long as their sums fit into registers.
+        rows_at_once, simdgroups = 2 if most * (2 if gated else 1) < 8 else 1, 8
         groups = -(-out // (rows_at_once * simdgroups))
     return Launch(
         KERNEL,

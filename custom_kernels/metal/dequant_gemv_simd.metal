@@ -66,18 +66,20 @@
         const uint blocks = min(uint(TILE), BLOCKS - start);
         if (pass == 0 || TILE < BLOCKS) {
           threadgroup_barrier(mem_flags::mem_threadgroup);
-          for (uint i = self; i < M * blocks * 4; i += threads) {
-            const uint m = i / (blocks * 4), chunk = i % (blocks * 4), block = chunk / 4;
-            const uint column = start * 32 + chunk * 8;
-            float values[8];
-            UNROLL
-            for (uint e = 0; e < 8; ++e) {
-              values[e] = float(x[min(m, present - 1) * K + column + e]);
-              if (NORM) {
-                values[e] *= inverse_rms[m] * float(norm_weight[column + e]);
+          UNROLL
+          for (uint m = 0; m < M; ++m) {
+            const uint from = min(m, present - 1) * K + start * 32;
+            for (uint chunk = self; chunk < blocks * 4; chunk += threads) {
+              float values[8];
+              UNROLL
+              for (uint e = 0; e < 8; ++e) {
+                values[e] = float(x[from + chunk * 8 + e]);
+                if (NORM) {
+                  values[e] *= inverse_rms[m] * float(norm_weight[start * 32 + chunk * 8 + e]);
+                }
               }
+              store_chunk(staged[m * LANES * 4 + chunk_slot(chunk / 4, chunk % 4)], values);
             }
-            store_chunk(staged[m * LANES * 4 + chunk_slot(block, chunk % 4)], values);
           }
           threadgroup_barrier(mem_flags::mem_threadgroup);
           for (uint i = self; i < M * blocks; i += threads) {
