@@ -9,12 +9,8 @@ import pytest
 from turbospark_mlx import Runner
 
 QUICK = 128
-FORMATS = {
-    # options, the golden losses to meet, relative tolerance of the perplexity
-    "as stored": ({}, "losses", 1e-3),
-    "INT8": ({"bits": 8}, "losses", 5e-3),
-    "INT4": ({"bits": 4}, "int4_losses", 1e-3),
-}
+FORMATS = {"as stored": ({}, "losses"), "INT8": ({"bits": 8}, "int8_losses"), "INT4": ({"bits": 4}, "int4_losses")}
+"""Conversion options, and the golden losses of the same weights."""
 
 
 def _losses(runner: Runner, ids) -> np.ndarray:
@@ -29,21 +25,21 @@ def test_the_golden_file_is_of_this_checkpoint(smollm2_gguf, golden):
 
 @pytest.mark.parametrize("tokens", [QUICK, pytest.param(None, marks=pytest.mark.slow)], ids=["128", "passage"])
 @pytest.mark.parametrize("form", FORMATS)
-def test_perplexity(smollm2, golden, form, tokens):
-    options, key, tolerance = FORMATS[form]
+def test_every_loss(smollm2, golden, form, tokens):
+    options, key = FORMATS[form]
     with Runner.open(smollm2(**options)) as runner:
         losses = _losses(runner, golden["ids"][:tokens])
     expected = np.array(golden[key][: len(losses)])
-    assert np.exp(losses.mean()) == pytest.approx(np.exp(expected.mean()), rel=tolerance)
-    if form != "INT8":
-        # The same weights, so every single token agrees, not only their mean.
-        np.testing.assert_allclose(losses, expected, atol=5e-3)
+    # A code that a tie in float32 moves by one shows in the fourth digit of a loss; nothing else may.
+    np.testing.assert_allclose(losses, expected, atol=5e-3)
+    assert np.exp(losses.mean()) == pytest.approx(np.exp(expected.mean()), rel=1e-3)
 
 
-def test_int4_is_told_apart(golden):
-    """The tolerance of INT4 would not pass the losses of the stored weights."""
-    stored, rounded = (np.exp(np.mean(golden[key][: QUICK - 1])) for key in ("losses", "int4_losses"))
-    assert abs(rounded / stored - 1) > 0.1
+def test_what_rounding_costs(golden):
+    """8 bits stay within half a percent of the stored weights; 4 bits are far enough away for the tests to tell."""
+    stored, int8, int4 = (np.exp(np.mean(golden[key])) for key in ("losses", "int8_losses", "int4_losses"))
+    assert int8 == pytest.approx(stored, rel=5e-3)
+    assert int4 > 1.1 * stored
 
 
 def test_token_ids_of_the_passage(smollm2, golden):

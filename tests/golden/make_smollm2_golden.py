@@ -4,8 +4,9 @@
 
 numpy only, float64, straight from the GGUF file: its own dequantizer (``gguf.quants``), its rows in their stored order
 with the interleaved rotation that llama.cpp applies to them, and a tokenizer assembled from the file's vocabulary with
-the ``tokenizers`` library. The INT4 losses are of the same weights rounded by a second writing of the converter's rule.
-``docs/models.md`` says where the file comes from; it takes about a minute on two cores.
+the ``tokenizers`` library. The INT8 and INT4 losses are of the same weights rounded by a second writing of the
+converter's rule.
+``docs/models.md`` says where the file comes from; it takes some minutes on two cores.
 """
 
 import hashlib
@@ -50,34 +51,36 @@ def bfloat16(values: np.ndarray) -> np.ndarray:
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
 
 
-def int4(weights: np.ndarray, group_size: int = 64) -> np.ndarray:
-    """What a matrix [rows, columns] becomes at 4 bits with bfloat16 scale and bias, dequantized.
+def rounded(weights: np.ndarray, bits: int, group_size: int = 64) -> np.ndarray:
+    """What a matrix [rows, columns] becomes at 4 or 8 bits with bfloat16 scale and bias, dequantized.
 
     The grid contains zero and the group's extreme of larger magnitude, and codes are chosen for the rounded grid.
     """
-    out = np.empty(weights.shape, np.float32)
+    out, codes = np.empty(weights.shape, np.float32), 2**bits - 1
     for first in range(0, weights.shape[1], group_size):
         group = weights[:, first : first + group_size].astype(np.float32)
         low, high = group.min(1), group.max(1)
-        step = np.maximum((high - low) / np.float32(15), np.float32(1e-7))
+        step = np.maximum((high - low) / np.float32(codes), np.float32(1e-7))
         edge = np.where(-low > high, low, high)
         step = np.where(-low > high, step, -step)
         count = np.rint(edge / step)
         bias = np.where(count == 0, np.float32(0), edge)
         step = np.where(count == 0, step, edge / np.where(count == 0, np.float32(1), count))
         step, bias = bfloat16(step)[:, None], bfloat16(bias)[:, None]
-        out[:, first : first + group_size] = np.clip(np.rint((group - bias) / step), 0, 15) * step + bias
+        out[:, first : first + group_size] = np.clip(np.rint((group - bias) / step), 0, codes) * step + bias
     return out
 
 
 class Llama:
     """Llama in float64 with the whole sequence recomputed at every step: slow, and hard to get wrong."""
 
-    def __init__(self, reader: gguf.GGUFReader, metadata: dict, rounded=lambda matrix: matrix):
+    def __init__(self, reader: gguf.GGUFReader, metadata: dict, bits: int | None = None):
         self.weights = {}
         for tensor in reader.tensors:
             values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-            self.weights[tensor.name] = (rounded(values) if values.ndim == 2 else values).astype(np.float64)
+            self.weights[tensor.name] = (rounded(values, bits) if bits and values.ndim == 2 else values).astype(
+                np.float64
+            )
         self.layers = metadata["llama.block_count"]
         self.heads = metadata["llama.attention.head_count"]
         self.kv_heads = metadata["llama.attention.head_count_kv"]
@@ -151,7 +154,7 @@ def main(path: str) -> None:
     model = Llama(reader, metadata)
     passage = tokenizer.encode((HERE / "alice.txt").read_text()).ids
     passage_losses = losses(model, passage)
-    int4_losses = losses(Llama(reader, metadata, rounded=int4), passage)
+    int8_losses, int4_losses = (losses(Llama(reader, metadata, bits), passage) for bits in (8, 4))
     prompts = []
     for text in PROMPTS:
         ids = tokenizer.encode(text).ids
@@ -163,11 +166,12 @@ def main(path: str) -> None:
         "passage": "alice.txt",
         "ids": passage,
         "losses": [round(loss, 7) for loss in passage_losses],
+        "int8_losses": [round(loss, 7) for loss in int8_losses],
         "int4_losses": [round(loss, 7) for loss in int4_losses],
         "prompts": prompts,
     }
     (HERE / "smollm2.json").write_text(json.dumps(golden, separators=(",", ":")) + "\n")
-    for label, values in (("as stored", passage_losses), ("INT4", int4_losses)):
+    for label, values in (("as stored", passage_losses), ("INT8", int8_losses), ("INT4", int4_losses)):
         print(f"{len(passage)} tokens, {label}: perplexity {np.exp(np.mean(values)):.4f}")
 
 
