@@ -120,7 +120,10 @@ def gemv(
         return backend.launch(call, inputs)[0]
     # The kernel takes the number of rows from the first axis.
     flat, added = x.reshape(rows, columns), None if residual is None else residual.reshape(rows, out)
-    sizes = [size for size in TOGETHER[backend.name] if size * columns * 4 <= STAGED_BYTES["host"]] or [1]
+    # On the host activations are staged as a whole; GPUs take them in tiles.
+    sizes = [
+        n for n in TOGETHER[backend.name] if backend.name != "host" or 4 * n * columns <= STAGED_BYTES["host"]
+    ] or [1]
     parts = []
     for start in range(0, rows, sizes[-1]):
         chosen = slice(start, min(start + sizes[-1], rows))

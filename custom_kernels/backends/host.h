@@ -85,9 +85,11 @@ METAL_FUNC float rsqrt(float x) {
 }
 
 // exp without a branch, so that a loop over it becomes vector code: exp(x) = 2^n exp(r) with |r| <= ln(2) / 2, and a
-// polynomial for exp(r) that is good to two units in the last place. NaN stays NaN.
+// polynomial for exp(r) that is good to two units in the last place. 2^n is added to the exponent as an integer, because
+// sums and products may be reordered, here into powers that overflow. Results below the normal numbers are 0.
 METAL_FUNC float exp(float x) {
-  const float bounded = x < -104.0f ? -104.0f : x > 89.0f ? 89.0f : x;
+  const float lowest = -87.3365f, highest = 88.7228f;
+  const float bounded = x < lowest ? lowest : x > highest ? highest : x;
   const float n = __builtin_rintf(bounded * 1.44269504f);
   const float r = __builtin_fmaf(n, -1.42860677e-6f, __builtin_fmaf(n, -0.693145752f, bounded));
   float p = 1.38888889e-3f;
@@ -97,7 +99,6 @@ METAL_FUNC float exp(float x) {
   p = __builtin_fmaf(p, r, 0.5f);
   p = __builtin_fmaf(p, r, 1.0f);
   p = __builtin_fmaf(p, r, 1.0f);
-  // 2^n in two steps, because n reaches beyond the exponents of normal numbers.
-  const int whole = int(n), first = whole / 2, second = whole - first;
-  return p * as_type<float>(uint(first + 127) << 23) * as_type<float>(uint(second + 127) << 23);
+  const float power = as_type<float>(as_type<uint>(p) + (uint(int(n)) << 23));
+  return x != x ? x : x < lowest ? 0.0f : x > highest ? INFINITY : power;
 }

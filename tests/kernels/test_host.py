@@ -1,5 +1,6 @@
 """Our kernels compiled for this CPU, against numpy float64."""
 
+import ctypes
 import os
 import stat
 import subprocess
@@ -14,6 +15,7 @@ from tests.kernels import oracle
 from turbospark_mlx import custom_kernels as ck
 from turbospark_mlx.custom_kernels import affine, rotary, sdpa
 from turbospark_mlx.custom_kernels.backends import blas, compiler, host
+from turbospark_mlx.custom_kernels.backends.kernel import read_source
 from turbospark_mlx.errors import BackendError, OptionError
 
 pytestmark = pytest.mark.skipif(not compiler.candidates(), reason="no C++ compiler on this machine")
@@ -249,6 +251,39 @@ def test_nan_and_infinity_keep_their_meaning(backend, rng):
     assert np.array(ck.gated_affine_matmul(mx.ones((1, 64)), *huge, **options)).tolist() == [[0.0]]
 
 
+def test_exp_of_the_shims():
+    text = (
+        read_source(host.HERE / "host.h")
+        + """
+extern "C" void many(const float* x, float* y, int n) { for (int i = 0; i < n; ++i) y[i] = exp(x[i]); }
+"""
+    )
+    many = ctypes.CDLL(str(compiler.build("exp", text, host._chosen()[0]))).many
+    x = np.concatenate([np.linspace(-87.3, 88.7, 50001), [0.0, -np.inf, np.inf, np.nan, -88.0, 89.0]]).astype(
+        np.float32
+    )
+    y = np.empty_like(x)
+    many(*(ctypes.c_void_p(a.ctypes.data) for a in (x, y)), len(x))
+    exact = np.exp(x[:-5].astype(np.float64))
+    assert np.abs(y[:-5] / exact - 1).max() < 3e-7
+    assert y[-6] == 1.0
+    np.testing.assert_array_equal(y[-5:], [0.0, np.inf, np.nan, 0.0, np.inf])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_cpu_without_our_vector_instructions(backend, rng, bits, monkeypatch):
+    written = host.source_text
+    monkeypatch.setattr(host, "source_text", lambda call: "#undef __AVX2__\n#undef __F16C__\n" + written(call))
+    matrix = oracle.random_affine(rng, 37, 160, bits, 32, mx.float16)
+    x = normal(rng, 1, 160)
+    y = ck.affine_matmul(x, *matrix, bits=bits, group_size=32, backend=backend)
+    assert oracle.relative_error(y, oracle.float64(x) @ oracle.unpack(*matrix, bits, 32).T) < 1e-5
+    # Attention to a single key returns its value: here every finite half of one sign.
+    v = mx.array(np.arange(31 * 1024, dtype=np.uint16)).view(mx.float16).reshape(1, 1, 1, -1)
+    out = ck.attention(mx.zeros((1, 1, 1, 16)), mx.zeros((1, 1, 1, 16), mx.float16), v, scale=1.0, backend=backend)
+    np.testing.assert_array_equal(np.array(out), np.array(v.astype(mx.float32)))
+
+
 def test_the_cache_of_compiled_code_is_private(tmp_path, monkeypatch):
     monkeypatch.setenv("TURBOSPARK_HOME", str(tmp_path / "home"))
     directory = compiler.cache_directory()
@@ -281,6 +316,7 @@ def test_without_a_compiler_the_reference_runs_and_says_what_to_install(tmp_path
 import sys
 from turbospark_mlx.custom_kernels import backends
 from turbospark_mlx.custom_kernels.backends import compiler
+from turbospark_mlx.custom_kernels.backends.kernel import read_source
 from turbospark_mlx.errors import BackendError, OptionError
 bad = compiler.Compiler("broken", (sys.executable, "-c", "raise SystemExit('it broke')"), "1")
 for there in ([], [bad]):
