@@ -3,6 +3,7 @@
 Where published code disagrees about a field, transformers' reading is taken, because checkpoints are published for it:
 
 - Mistral: ``sliding_window`` without ``layer_types`` windows every layer, and an absent ``sliding_window`` means 4096.
+  (With ``layer_types``, which transformers' Mistral disregards, those decide, as in every other model that has them.)
 - Qwen: windows only with ``use_sliding_window``, and only from layer ``max_window_layers`` on.
 - An absent ``head_dim`` is ``hidden_size / num_attention_heads``; an absent ``rope_theta`` is 10000.
 

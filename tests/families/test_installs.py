@@ -96,8 +96,14 @@ FORMATS = {
 }
 
 
-@pytest.mark.parametrize("stored", FORMATS)
-@pytest.mark.parametrize("variant", ["llama-biases", "llama-tied", "llama-three-heads", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    ("variant", "stored"),
+    [
+        *((variant, stored) for variant in ("llama-biases", "qwen3") for stored in FORMATS),
+        *((variant, "int4") for variant in ("llama-tied", "llama-three-heads", "mistral", "qwen2")),
+        ("llama-tied", "mixed"),
+    ],
+)
 def test_logits_are_those_of_the_dequantized_weights(variant, stored, tmp_path):
     """Close, to the float64 reference, in prefill, chunks and decoding; fused equals plain."""
     path, dequantized = write_install(tmp_path / "x.gturbo", variant, FORMATS[stored])
