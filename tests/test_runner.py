@@ -1,4 +1,4 @@
-"""The runner: admission, failures in the middle, threads, reports, and mlx-lm's own tools on its model."""
+"""The runner: what it refuses, failures in the middle, marks and reuse, threads, and opening installs."""
 
 import threading
 
@@ -6,30 +6,19 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from tests.families.models import build, model_of
 from tests.families.oracles import PROMPT, assert_close, assert_exact
-from turbospark_mlx import admission, cache
-from turbospark_mlx.admission import resolve_context, spell_bytes
-from turbospark_mlx.custom_kernels import backends
+from turbospark_mlx import cache
 from turbospark_mlx.errors import BackendError, ContextError, InstallError, OptionError, TurbosparkError
-from turbospark_mlx.families import family_for_model_type
 from turbospark_mlx.families.llama import Model
 from turbospark_mlx.runner import Runner
-from turbospark_mlx.testing import make_tiny_install, tiny_config, tiny_weights
-
-
-def tiny_model(variant="mistral-mixed", **options):
-    hf = tiny_config("llama", variant)
-    config = family_for_model_type(hf["model_type"]).config_from_hf(hf)
-    model = Model(config, backend=backends.select("reference"), **options)
-    model.load_weights([(name, mx.array(a)) for name, a in tiny_weights(hf).items()])
-    mx.eval(model.parameters())
-    return model
+from turbospark_mlx.testing import make_tiny_install, tiny_config
 
 
 @pytest.fixture(scope="module")
 def model():
     """One full and one sliding layer with a window of 8."""
-    return tiny_model()
+    return model_of("llama", "mistral-mixed")
 
 
 @pytest.fixture(scope="module")
@@ -89,51 +78,10 @@ class TestAdmission:
             Runner(model, max_context=10**12)
 
 
-class TestDefaultContext:
-    """The tiny model takes 512 bytes a token in its full layer, and 4096 bytes in all in its window."""
-
-    @pytest.fixture
-    def config(self, model):
-        return model.args
-
-    def test_the_trained_length_the_default_or_what_memory_allows(self, config):
-        from dataclasses import replace
-
-        long = replace(config, max_position_embeddings=32768)
-        plenty = 10**9
-        assert resolve_context(config, None, 4, plenty).tokens == 512
-        assert resolve_context(config, None, 4, plenty).reason == "the trained length"
-        assert resolve_context(long, None, 4, plenty).tokens == 4096
-        assert resolve_context(long, None, 4, plenty).reason == "the default"
-        # Half of the room for 768 full rows and the window, and one byte less.
-        room = 2 * (768 * 512 + 4096)
-        assert resolve_context(long, None, 4, room).tokens == 768
-        assert resolve_context(long, None, 4, room).reason == "as memory allows"
-        assert resolve_context(long, None, 4, room - 2).tokens == 512
-        with pytest.raises(OptionError, match="caches of 256 tokens take"):
-            resolve_context(long, None, 4, 2 * 256 * 512)
-
-    def test_what_is_asked_for_may_take_all_the_room(self, config):
-        room = 1000 * 512 + 4096
-        assert resolve_context(config, 1000, 4, room).tokens == 1000
-        with pytest.raises(OptionError, match="Up to 768 tokens fit"):
-            resolve_context(config, 1001, 4, room - 1)
-
-    def test_memory_is_found(self):
-        assert 10**6 < admission.available_bytes("cpu") < 10**15
-
-    @pytest.mark.parametrize(
-        ("nbytes", "text"),
-        [(0, "0 bytes"), (999, "999 bytes"), (1500, "1.5 KB"), (270 * 10**6, "270 MB"), (1.44e9, "1.4 GB")],
-    )
-    def test_sizes_for_people(self, nbytes, text):
-        assert spell_bytes(int(nbytes)) == text
-
-
 class TestLongRope:
     def test_frequencies_follow_the_context_the_model_is_made_for(self):
         """16 tokens were trained without scaling, so a model for 16 uses the short factors, as transformers does."""
-        short, long = tiny_model("llama-longrope", max_context=16), tiny_model("llama-longrope")
+        short, long = build(tiny_config("llama", "llama-longrope"), max_context=16), model_of("llama", "llama-longrope")
         a, b = short(mx.array([PROMPT[:16]])), long(mx.array([PROMPT[:16]]))
         assert mx.abs(a - b).max() > 0.01
         assert Runner(short).max_context == 16
@@ -427,109 +375,3 @@ class TestOpen:
         with pytest.raises(InstallError, match="SHA-256"):
             Runner.open(damaged, kernels="reference")
         Runner.open(damaged, kernels="reference", verify="off").close()
-
-
-class TestMlxLm:
-    """mlx-lm's own loops, unchanged."""
-
-    @pytest.mark.parametrize("chunk", [3, 2048])
-    @pytest.mark.parametrize("variant", ["llama", "mistral", "qwen3"])
-    def test_generate_step(self, variant, chunk):
-        from mlx_lm.generate import generate_step
-
-        model = tiny_model(variant)
-        theirs = [t for t, _ in generate_step(mx.array(PROMPT[:12]), model, max_tokens=20, prefill_step_size=chunk)]
-        with Runner(model) as runner:
-            logits, ours = runner.prefill(PROMPT[:12]), []
-            for _ in range(20):
-                ours.append(int(mx.argmax(logits)))
-                logits = runner.decode(ours[-1])
-        assert theirs == ours
-        assert len(set(ours)) > 3
-
-    def test_generate_step_from_embeddings(self):
-        from mlx_lm.generate import generate_step
-
-        model = tiny_model("llama")
-        embeddings = model.model.embed_tokens(mx.array(PROMPT[:12]))
-        tokens = list(generate_step(mx.array(PROMPT[:12]), model, max_tokens=4))
-        from_embeddings = list(generate_step(mx.array([], mx.int32), model, max_tokens=4, input_embeddings=embeddings))
-        assert [t for t, _ in tokens] == [t for t, _ in from_embeddings]
-
-    def test_perplexity(self, model, capsys):
-        from mlx_lm.perplexity import eval_ppl
-
-        rows = mx.array([PROMPT[:32], PROMPT[32:64]])
-        perplexity, _ = eval_ppl(model, rows, batch_size=2)
-        losses = []
-        for row in rows.tolist():
-            with Runner(model) as runner:
-                logits = runner.prefill(row[:1])
-                for token in row[1:]:
-                    losses.append(float(mx.logsumexp(logits) - logits[token]))
-                    logits = runner.decode(token)
-        assert np.exp(np.mean(losses)) == pytest.approx(perplexity, rel=1e-4)
-
-    def test_evaluations_prompt_cache(self, model):
-        """mlx-lm's evaluate.py runs a prompt into a cache, copies the cache, and goes on from the copy."""
-        import copy
-
-        from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
-
-        prompt_cache = make_prompt_cache(model)
-        whole = model(mx.array([PROMPT[:12]]))
-        model(mx.array([PROMPT[:7]]), cache=prompt_cache)
-        mx.eval([layer.state for layer in prompt_cache])
-        assert can_trim_prompt_cache(prompt_cache)
-        assert trim_prompt_cache(prompt_cache, 2) == 2
-        for _ in range(2):
-            rest = model(mx.array([PROMPT[5:12]]), cache=copy.deepcopy(prompt_cache))
-            assert_close(rest[0], whole[0, 5:])
-        assert not any(can_trim_prompt_cache([layer]) for layer in _filled(model, 20)[:1])
-
-
-def _filled(model, count):
-    layers = model.make_cache()
-    model(mx.array([PROMPT[:count]]), cache=layers)
-    return layers
-
-
-class TestTheWindowCountsTheQuerysOwnToken:
-    """One sliding layer, W = 8. With 8 tokens the first reaches the last row; with 9 it does not at all."""
-
-    @pytest.fixture(scope="class")
-    def single(self):
-        hf = tiny_config("llama", "mistral") | {"num_hidden_layers": 1}
-        model = Model(family_for_model_type("mistral").config_from_hf(hf), backend=backends.select("reference"))
-        model.load_weights([(name, mx.array(a)) for name, a in tiny_weights(hf).items()])
-        return model
-
-    def last_rows(self, model, prompt):
-        """The last row's logits by every way of running the prompt."""
-        rows = {"no cache": model(mx.array([prompt]))[0, -1]}
-        for name, chunk in (("prefill", 64), ("chunks of 3", 3), ("token by token", 1)):
-            with Runner(model, prefill_chunk=chunk) as runner:
-                rows[name] = runner.prefill(prompt)
-        with Runner(model) as runner:
-            runner.prefill(prompt[:-1])
-            rows["decode"] = runner.decode(prompt[-1])
-        return {name: np.array(row) for name, row in rows.items()}
-
-    @pytest.mark.parametrize(("length", "reaches"), [(8, True), (9, False), (24, False)])
-    def test_changing_the_first_token(self, single, length, reaches):
-        before = self.last_rows(single, PROMPT[:length])
-        after = self.last_rows(single, [PROMPT[0] ^ 1, *PROMPT[1:length]])
-        for name in before:
-            assert np.array_equal(before[name], after[name]) == (not reaches), name
-
-    @pytest.mark.parametrize("length", [9, 20])
-    def test_the_oldest_visible_token_is_eight_back(self, single, length):
-        before = self.last_rows(single, PROMPT[:length])
-        changed = PROMPT[:length]
-        changed[length - 8] ^= 1
-        for name, row in self.last_rows(single, changed).items():
-            assert not np.array_equal(before[name], row), name
-        changed = PROMPT[:length]
-        changed[length - 9] ^= 1
-        for name, row in self.last_rows(single, changed).items():
-            assert np.array_equal(before[name], row), name

@@ -13,25 +13,19 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 
+from tests.families.models import build, config_of, model_of, weights_of
 from tests.families.oracles import FAMILIES, PROMPT, assert_close, assert_exact, mlx_lm_model
-from turbospark_mlx import families
-from turbospark_mlx.custom_kernels import backends
 from turbospark_mlx.errors import ContextError
 from turbospark_mlx.families import family_for_model_type
 from turbospark_mlx.protocols import Placement
 from turbospark_mlx.runner import Runner
-from turbospark_mlx.testing import tiny_config, tiny_weights, variants
+from turbospark_mlx.testing import tiny_config, variants
 
 EVERY = [(family, variant) for family in FAMILIES for variant in variants(family)]
 WITH_MLX_LM = [(family, variant) for family, variant in EVERY if variant in FAMILIES[family].mlx_lm]
 LENGTHS = (1, 2, 7, 8, 9, 63, 65)
 
 each_variant = pytest.mark.parametrize(("family", "variant"), EVERY, ids=[v for _, v in EVERY])
-
-
-def config_of(family, variant):
-    hf = tiny_config(family, variant)
-    return family_for_model_type(hf["model_type"]).config_from_hf(hf)
 
 
 def windowed(family, variant):
@@ -46,26 +40,9 @@ def each_variant_at(name, if_windowed, otherwise):
 
 
 @cache
-def weights_of(family, variant):
-    return tiny_weights(tiny_config(family, variant))
-
-
-@cache
 def oracle_logits(family, variant):
     """Float64 ``[65, vocab]``; a shorter prompt's are its first rows."""
     return FAMILIES[family].reference(tiny_config(family, variant), weights_of(family, variant), PROMPT)
-
-
-@cache
-def model_of(family, variant, fused=True):
-    """Loaded the way the loader does it, into the memory of evaluated parameters, so that joint matrices stay joint."""
-    model = families.package(family).Model(
-        config_of(family, variant), fused=fused, backend=backends.select("reference")
-    )
-    mx.eval(model.parameters())
-    for name, array in tree_flatten(model.parameters()):
-        np.array(array, copy=False)[...] = weights_of(family, variant)[name]
-    return model
 
 
 def runner_of(family, variant, **options):
@@ -224,10 +201,7 @@ def test_every_tensor_moves_the_logits_together_and_alone(family, variant):
     """Each parameter is changed in place (as the loader writes it, so through the joint matrix) and replaced (as an
     optimizer does, so past it): both change the logits, and to the same (close)."""
     tokens = mx.array([PROMPT[:12]])
-    joint = families.package(family).Model(config_of(family, variant), backend=backends.select("reference"))
-    mx.eval(joint.parameters())
-    for name, array in tree_flatten(joint.parameters()):
-        np.array(array, copy=False)[...] = weights_of(family, variant)[name]
+    joint = build(tiny_config(family, variant))
     before = np.array(joint(tokens)[0])
     parameters = dict(tree_flatten(joint.parameters()))
     for name, array in parameters.items():
