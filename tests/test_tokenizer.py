@@ -158,6 +158,9 @@ BOMBS = [
     GROW + "{% set ns.l = [ns.l, ns.l] %}{% endfor %}{{ ns.l }}",
     GROW + "{% set ns.l = (ns.l, ns.l) %}{% endfor %}{{ ns.l | tojson }}",
     GROW + "{% set ns.l = {1: ns.l, 2: ns.l} %}{% endfor %}{{ ns.l }}",
+    GROW + "{% set ns.l = dict(a=ns.l, b=ns.l) %}{% endfor %}{{ ns.l | length }}",
+    "{{ ([range(9999) | list] * 99999) | sum(start=[]) | length }}",
+    "{{ ('a' * 30000000) | list | sort | length }}",
     "{{ 'a' | center(10**9) }}",
     "{{ 'a'.ljust(1000000000) }}",
     "{{ 'a\n' * 999999 | indent('b' * 999999) }}",
@@ -196,6 +199,22 @@ def test_structures_that_hold_themselves_in_halves_are_paid_for(form):
     )
     with pytest.raises(OptionError, match="characters of text"):
         ChatTemplate(source).render(USER)
+
+
+@pytest.mark.parametrize("use", ["ns.a == ns.b", "ns.a is eq(ns.b)", "ns.a in [ns.b]", "[ns.a, ns.b] | unique | list"])
+def test_arguments_that_hold_themselves_in_halves_are_paid_for(use):
+    """A macro's ``varargs`` are a tuple that no display made."""
+    grow = "{% macro grow(n, to) %}{% if n %}{{ grow(n - 1, to, varargs, varargs) }}{% elif to == 'a' %}"
+    grow += "{% set ns.a = varargs %}{% else %}{% set ns.b = varargs %}{% endif %}{% endmacro %}"
+    source = "{% set ns = namespace() %}" + grow + "{{ grow(64, 'a', 1) }}{{ grow(64, 'b', 1) }}{{ " + use + " }}"
+    with pytest.raises(OptionError, match="characters of text"):
+        ChatTemplate(source).render(USER)
+
+
+def test_a_namespace_does_not_spell_out_what_it_holds():
+    """Otherwise this one's text would have 2 ** 64 parts."""
+    source = GROW + "{% set ns.l = namespace(a=ns.l, b=ns.l) %}{% endfor %}{{ ns.l }}"
+    assert ChatTemplate(source).render(USER) == "<Namespace>"
 
 
 def test_time_is_limited(monkeypatch):

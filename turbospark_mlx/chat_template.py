@@ -20,6 +20,7 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 from turbospark_mlx.errors import InstallError, OptionError
@@ -38,8 +39,11 @@ _WIDTH_METHODS = frozenset({"center", "ljust", "rjust", "zfill"})
 _WIDTH_FILTERS = frozenset({"center", "indent", "tojson", "batch", "slice", "wordwrap"})
 # fmt: off
 _COLLECTION_FILTERS = frozenset({
-    "attr", "batch", "count", "d", "default", "dictsort", "first", "groupby", "items", "last", "length", "list", "map",
-    "max", "min", "random", "reject", "rejectattr", "reverse", "select", "selectattr", "slice", "sort", "sum", "unique",
+    "attr", "batch", "count", "d", "default", "first", "items", "last", "length", "list", "map", "random", "reject",
+    "rejectattr", "reverse", "select", "selectattr", "slice",
+})
+_COMPARING_TESTS = frozenset({
+    "eq", "equalto", "==", "ne", "!=", "gt", "greaterthan", ">", "ge", ">=", "lt", "lessthan", "<", "le", "<=", "in",
 })
 # fmt: on
 
@@ -147,6 +151,20 @@ def _guarded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
     return guarded
 
 
+def _paid_test(function: Callable[..., Any]) -> Callable[..., Any]:
+    def paid(*args: Any) -> Any:
+        return function(*map(_printable, args))
+
+    return paid
+
+
+class _Namespace(Namespace):
+    """A namespace may hold itself, or one other many times, so its text does not spell out what it holds."""
+
+    def __repr__(self) -> str:
+        return "<Namespace>"
+
+
 class _GenerationTag(Extension):
     """``{% generation %}`` marks what the assistant wrote, for training; when rendering it is its body."""
 
@@ -159,7 +177,7 @@ class _GenerationTag(Extension):
 
 
 class _Metering(NodeTransformer):
-    """Routes loops, ``~`` and list displays through filters that pay for them."""
+    """Routes loops, ``~``, comparisons and list displays through filters that pay for them."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:
         self.generic_visit(node)
@@ -169,6 +187,13 @@ class _Metering(NodeTransformer):
     def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:
         self.generic_visit(node)
         return self._through("_concat", nodes.List(node.nodes, lineno=node.lineno))
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Compare:
+        # Lists that hold one list many times are small in memory and endless to compare.
+        self.generic_visit(node)
+        for side in (node, *node.ops):
+            side.expr = self._through("_printable", side.expr)
+        return node
 
     def visit_List(self, node: nodes.List) -> nodes.Filter:
         self.generic_visit(node)
@@ -253,12 +278,15 @@ def _environment() -> _Environment:
     environment.filters["tojson"] = _tojson
     for name, function in environment.filters.items():
         environment.filters[name] = _guarded_filter(name, function)
+    for name in _COMPARING_TESTS:
+        environment.tests[name] = _paid_test(environment.tests[name])
     environment.filters["_metered"] = _metered
     environment.filters["_concat"] = _concat
     environment.filters["_printable"] = _printable
     # lipsum makes text by the megabyte; the dict type carries more than a constructor.
     del environment.globals["lipsum"]
-    environment.globals["dict"] = lambda *args, **kwargs: dict(*args, **kwargs)
+    environment.globals["dict"] = lambda *args, **kwargs: _printable(dict(*args, **kwargs))
+    environment.globals["namespace"] = _Namespace
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment
