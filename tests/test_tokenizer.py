@@ -422,10 +422,27 @@ def test_a_named_token_of_the_vocabulary_is_kept_whole():
 
 
 @pytest.mark.parametrize(
-    "config", [{"extra_special_tokens": ["<a>"]}, {"tokenizer_class": "TokenizersBackend"}, {"added_tokens_decoder": 3}]
+    "config",
+    [
+        {"extra_special_tokens": ["<a>"]},
+        {"tokenizer_class": "TokenizersBackend"},
+        {"added_tokens_decoder": 3},
+        {"added_tokens_decoder": {"²": {"content": "<b>"}, "9" * 5000: {"content": "<c>"}}},
+    ],
 )
 def test_other_spellings_of_the_config_load(config):
     assert make(config).encode("a")
+
+
+def test_an_id_that_no_tokenizer_can_have_names_nothing():
+    given = {**files(), "tokenizer_config.json": b"{}", "generation_config.json": b'{"bos_token_id": 4294967296}'}
+    assert Tokenizer.from_files(given).bos_token is None
+
+
+def test_text_that_the_tokenizer_fails_on_blames_its_file():
+    made = Backend(models.WordLevel({"a": 0}, unk_token="<unk>"))
+    with pytest.raises(InstallError, match=r"tokenizer\.json does not encode this text: .*UNK"):
+        Tokenizer.from_files({"tokenizer.json": made.to_str().encode()}).encode("b")
 
 
 def _without_special_tokens():

@@ -24,7 +24,7 @@ from turbospark_mlx import loader
 from turbospark_mlx.admission import ContextLimit, available_bytes, resolve_context, spell_bytes, whole_number
 from turbospark_mlx.cache import mark_all, reusable_prefix, rollback_all, trim_all
 from turbospark_mlx.custom_kernels import backends
-from turbospark_mlx.errors import BackendError, ContextError, TurbosparkError
+from turbospark_mlx.errors import BackendError, ContextError, OptionError, TurbosparkError
 from turbospark_mlx.gturbo import Install
 from turbospark_mlx.tokenizer import Tokenizer
 
@@ -83,7 +83,8 @@ class Report:
 class Runner:
     """Drives a model over one sequence of token ids. A context manager.
 
-    It belongs to the thread that made it, as MLX's streams do: any other thread is refused in one sentence.
+    It belongs to the thread that made it, as MLX's streams do: any other thread is refused in one sentence. So is a
+    process that was forked since, where MLX's own threads are missing and a computation would wait for ever.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class Runner:
         runner closes. Raises OptionError.
         """
         self._thread = threading.current_thread()
+        self._process = os.getpid()
         self._closed = False
         self._install = install
         self.model = model
@@ -185,7 +187,8 @@ class Runner:
 
         ``progress`` is called with the tokens done and in all after every chunk. ``cancelled`` is asked before every
         chunk; once it says yes, the chunks that were run stay and None is returned. Raises ContextError, before
-        anything is computed, for no ids, ids that the model does not have, and more than the context has room for.
+        anything is computed, for no ids, ids that the model does not have, and more than the context has room for, and
+        OptionError for what are no ids.
         After any other error the position is what it was before the call, or 0 where the evaluation itself failed.
         """
         self._check_usable()
@@ -298,12 +301,20 @@ class Runner:
                 f"This runner belongs to thread {self._thread.name!r}, which made it, and was called from"
                 f" {threading.current_thread().name!r}: make a runner in the thread that uses it."
             )
+        if os.getpid() != self._process:
+            raise BackendError(
+                f"This runner belongs to process {self._process}, of which this one, {os.getpid()}, is a fork, and MLX"
+                ' computes nothing in a fork: start processes by "spawn", and make a runner in each.'
+            )
         if self._closed:
             raise TurbosparkError("This runner is closed. Open it again.")
 
     def _admit(self, ids: Sequence[int]) -> list[int]:
         """The ids as ints, once they are known to be tokens of this model that fit behind the others."""
-        ids = [operator.index(i) for i in (ids.tolist() if hasattr(ids, "tolist") else ids)]
+        try:
+            ids = [operator.index(i) for i in (ids.tolist() if hasattr(ids, "tolist") else ids)]
+        except TypeError as error:
+            raise OptionError(f"Token ids are whole numbers in one list or array: {error}.") from None
         if not ids:
             raise ContextError("There are no tokens to run: the prompt is empty.")
         if min(ids) < 0 or max(ids) >= self.vocab_size:

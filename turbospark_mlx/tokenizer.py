@@ -17,6 +17,7 @@ Knows nothing of models: a model's head may have more rows than there are tokens
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Protocol
@@ -43,6 +44,8 @@ TURN_END_TOKENS = (
 # fmt: on
 """Tokens that hand over from the assistant wherever a chat template writes them. ``<|end|>`` is not one: some models
 close a thought with it and go on."""
+
+_ID = re.compile(r"[0-9]{1,10}")
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -109,14 +112,17 @@ class Tokenizer:
         """Token ids of ``text``.
 
         With ``add_special_tokens`` the ids begin with BOS where this tokenizer adds one, and never with two.
-        Special tokens written out in the text become their ids. Raises OptionError for text that is not Unicode.
+        Special tokens written out in the text become their ids. Raises OptionError for text that is not Unicode, and
+        InstallError where the tokenizer fails on it.
         """
+        if not isinstance(text, str):
+            raise OptionError(f"text is a {type(text).__name__}, not a str.")
         try:
             ids = self._backend.encode(text, add_special_tokens=False).ids
         except (TypeError, UnicodeEncodeError) as error:
-            if not isinstance(text, str):
-                raise OptionError(f"text is a {type(text).__name__}, not a str.") from error
             raise OptionError(f"The text holds a lone surrogate, which no character set can write: {error}") from error
+        except BaseException as error:
+            raise _failure(error, "does not encode this text") from error
         if not add_special_tokens:
             return ids
         return [*self._missing_prefix(ids), *ids, *self._suffix]
@@ -213,7 +219,7 @@ class Tokenizer:
         known = {token.content for token in self._backend.get_added_tokens_decoder().values()}
         listed = self._config.get("added_tokens_decoder")
         declared = (
-            [(int(id), entry) for id, entry in listed.items() if id.isdigit()] if isinstance(listed, dict) else []
+            [(int(id), entry) for id, entry in listed.items() if _ID.fullmatch(id)] if isinstance(listed, dict) else []
         )
         named = [(None, {"content": text, "special": True}) for text in self.special_tokens.values()]
         for id, entry in [*sorted(declared, key=lambda item: item[0]), *named]:
@@ -276,7 +282,7 @@ class Tokenizer:
 
 
 def _is_id(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 32
 
 
 def _parse_backend(content: bytes) -> tokenizers.Tokenizer:
@@ -286,10 +292,14 @@ def _parse_backend(content: bytes) -> tokenizers.Tokenizer:
         backend.decode(backend.encode("a").ids)
         return backend
     except BaseException as error:
-        # A damaged file can make the Rust library panic, which is not an Exception.
-        if isinstance(error, KeyboardInterrupt | SystemExit):
-            raise
-        raise InstallError(f"tokenizer.json cannot be read: {error}. Fetch or convert the model again.") from error
+        raise _failure(error, "cannot be read") from error
+
+
+def _failure(error: BaseException, what: str) -> BaseException:
+    """What to raise for a failure of the tokenizers library. A damaged file can make it panic: no Exception."""
+    if isinstance(error, KeyboardInterrupt | SystemExit):
+        return error
+    return InstallError(f"tokenizer.json {what}: {error}. Fetch or convert the model again.")
 
 
 def _json_object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
