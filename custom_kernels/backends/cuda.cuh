@@ -14,6 +14,11 @@ typedef __half2 half2;
 typedef __half float16_t;
 typedef __nv_bfloat16 bfloat16_t;
 
+// The run-time compiler brings no math.h.
+#ifndef INFINITY
+#define INFINITY __int_as_float(0x7f800000)
+#endif
+
 namespace mem_flags {
 enum { mem_none, mem_device, mem_threadgroup };
 }
