@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from turbospark_mlx import Runner
+from turbospark_mlx.perplexity import perplexity
 
 QUICK = 128
 FORMATS = {"as stored": ({}, "losses"), "INT8": ({"bits": 8}, "int8_losses"), "INT4": ({"bits": 4}, "int4_losses")}
@@ -33,6 +34,13 @@ def test_every_loss(smollm2, golden, form, tokens):
     # A code that a tie in float32 moves by one shows in the fourth digit of a loss; nothing else may.
     np.testing.assert_allclose(losses, expected, atol=5e-3)
     assert np.exp(losses.mean()) == pytest.approx(np.exp(expected.mean()), rel=1e-3)
+
+
+def test_the_perplexity_tool_adds_no_error_of_its_own(smollm2, golden):
+    with Runner.open(smollm2()) as runner:
+        found = perplexity(runner.model, golden["ids"][:QUICK])
+    assert found.tokens == QUICK - 1
+    assert found.nll == pytest.approx(np.mean(golden["losses"][: QUICK - 1]), abs=1e-5)
 
 
 def test_what_rounding_costs(golden):
