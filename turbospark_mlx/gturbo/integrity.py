@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from turbospark_mlx.errors import InstallError
+from turbospark_mlx.errors import InstallError, StoreError
 from turbospark_mlx.gturbo import manifest
 from turbospark_mlx.gturbo.files import Directory, FileState, OpenFile, damaged
 from turbospark_mlx.gturbo.manifest import Manifest
@@ -76,8 +76,12 @@ def sha256_files(root: Directory, states: Mapping[str, FileState], progress: Pro
 
 
 def home() -> Path:
-    """``$TURBOSPARK_HOME``, or ``~/.turbospark``."""
-    return Path(os.environ.get("TURBOSPARK_HOME") or "~/.turbospark").expanduser()
+    """``$TURBOSPARK_HOME``, or ``~/.turbospark``. Raises StoreError for a user without a home directory."""
+    path = os.environ.get("TURBOSPARK_HOME") or "~/.turbospark"
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise StoreError(f"{path}: there is no such home directory. Set TURBOSPARK_HOME to a directory.") from error
 
 
 def receipt_path(install: str) -> Path:
@@ -87,10 +91,10 @@ def receipt_path(install: str) -> Path:
 
 def receipt_is_valid(install: str, checked: Manifest, data: bytes, states: Mapping[str, FileState]) -> bool:
     """Whether a receipt vouches for these files. ``data`` is the manifest's bytes."""
-    path = receipt_path(install)
     try:
+        path = receipt_path(install)
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
+    except (OSError, StoreError):
         return False
     with OpenFile(fd, str(path)) as file:
         status = os.fstat(fd)
@@ -104,9 +108,9 @@ def receipt_is_valid(install: str, checked: Manifest, data: bytes, states: Mappi
 def write_receipt(install: str, checked: Manifest, data: bytes, states: Mapping[str, FileState]) -> bool:
     """Leave a receipt for files whose hashes have just been compared. Returns False where it cannot be written; the
     only price is that the next open hashes again."""
-    path = receipt_path(install)
     text = json.dumps(_receipt(install, checked, data, states), ensure_ascii=True).encode()
     try:
+        path = receipt_path(install)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         # mkstemp creates exclusively and with mode 0600.
         fd, partial = tempfile.mkstemp(prefix=".receipt-", dir=path.parent)
@@ -119,14 +123,14 @@ def write_receipt(install: str, checked: Manifest, data: bytes, states: Mapping[
         except BaseException:
             os.unlink(partial)
             raise
-    except OSError:
+    except (OSError, StoreError):
         return False
     return True
 
 
 def remove_receipt(install: str) -> None:
     """Make the next open hash everything, whatever an earlier receipt said."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, StoreError):
         receipt_path(install).unlink()
 
 
