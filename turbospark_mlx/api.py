@@ -91,7 +91,8 @@ def stream_generate(
     prompt tokens. Each call is independent, with a context of ``max_context`` tokens (see ``Runner`` for the default),
     unless a ``runner`` of this model is given: then what it holds of the prompt already is not run again.
 
-    Options are checked at the call. Raises OptionError, ContextError, and while iterating GenerationError.
+    Options are checked at the call. Raises OptionError, ContextError, and while iterating GenerationError, or
+    ContextError where ``runner`` has run something else since the last response.
     """
     ids = prompt_ids(tokenizer, prompt, template_variables)
     request = Request(

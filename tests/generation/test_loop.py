@@ -195,6 +195,18 @@ def test_a_generator_closed_half_way_leaves_the_runner_as_it_is():
     assert text(run(runner, max_tokens=5)) == "hello"
 
 
+def test_an_answer_does_not_go_on_behind_another_ones_tokens():
+    runner = ScriptedRunner(letters("hello"))
+    first, second = (generate_tokens(runner, Letters(), prompt, Request()) for prompt in (PROMPT, PROMPT[::-1]))
+    next(first)
+    next(second)
+    with pytest.raises(ContextError, match="its runner has run something else"):
+        next(first)
+    # The other one is not disturbed.
+    assert next(second).token == letters("e")[0]
+    assert runner.resets == 0
+
+
 def test_logprobs_are_those_that_the_token_was_chosen_from():
     row = np.random.default_rng(0).standard_normal(VOCAB).astype(np.float32)
     (plain,) = run(ScriptedRunner([row]), max_tokens=1)

@@ -191,7 +191,7 @@ class _Answer:
             yield self._response(text, token, finish_reason, chosen_from)
             if finish_reason:
                 return
-            logits = None if self._cancelled() else self._decode(token)
+            logits = None if self._cancelled() else self._decode(history)
         yield self._response(self._flush(), None, "cancelled", None)
 
     def _prefill(self):
@@ -208,9 +208,15 @@ class _Answer:
         self._prompt_seconds = time.perf_counter() - began
         return logits
 
-    def _decode(self, token):
+    def _decode(self, history):
+        """Logits behind ``history``, of which the runner has all but the last token."""
         began = time.perf_counter()
-        logits = self._runner.decode(token)
+        if self._runner.history != history[:-1]:
+            raise ContextError(
+                "This answer cannot go on, because its runner has run something else since. Finish one answer before"
+                " the next, or give each its own runner."
+            )
+        logits = self._runner.decode(history[-1])
         self._decode_seconds += time.perf_counter() - began
         return logits
 
