@@ -330,6 +330,14 @@ def test_removing(checkpoint, home):
         store.remove("x")
 
 
+def test_what_a_killed_removal_left_goes_with_the_next_pull(checkpoint, home):
+    path = pull(checkpoint, alias="x")
+    store._trash("x").mkdir()
+    path.rename(store._trash("x") / "install")
+    pull(checkpoint, alias="x")
+    assert left(home) == ["x.gturbo", "x.json"]
+
+
 def test_links_are_removed_and_not_followed(checkpoint, home, tmp_path):
     target = pull(checkpoint, alias="x").rename(tmp_path / "precious")
     inner = tmp_path / "inner"
@@ -540,7 +548,7 @@ def test_pull_list_rm(checkpoint, home, capsys):
     assert capsys.readouterr().out == f"{home / 'models' / 'mine.gturbo'}\n"
     assert run(list_command) == 0
     shown = capsys.readouterr().out
-    assert "mine       llama   0 MB  8 bits, groups of 64, bfloat16 scales" in shown
+    assert "mine       llama   160 KB  8 bits, groups of 64, bfloat16 scales" in shown
     assert "smollm2-135m" in shown
     assert run(list_command, "--json") == 0
     document = json.loads(capsys.readouterr().out)

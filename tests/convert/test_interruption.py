@@ -83,6 +83,22 @@ def test_failure_at_every_change_of_the_disk(tmp_path, source, overwrite, monkey
     assert at > 50
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_the_new_name_is_made_durable(tmp_path, source, overwrite, monkeypatch):
+    """A rename is on the disk only when the directory that holds the name is."""
+    destination = tmp_path / "out.gturbo"
+    if overwrite:
+        run(source, destination)
+    synced = []
+
+    def sync(path):
+        synced.append((path, [name for name in beside(tmp_path) if "partial" not in name and "lock" not in name]))
+
+    monkeypatch.setattr(staging, "sync_directory", sync)
+    run(source, destination, overwrite=overwrite)
+    assert synced[-1] == (tmp_path, ["out.gturbo"])
+
+
 def test_a_rerun_says_that_it_starts_clean(tmp_path, source):
     (tmp_path / "out.gturbo.partial-4711").mkdir()
     (tmp_path / "out.gturbo.partial-4711" / "model_weights.bin").write_bytes(b"half")
