@@ -15,7 +15,15 @@ import mlx.nn as nn
 import numpy as np
 
 from turbospark_mlx.cache import causal_mask
-from turbospark_mlx.custom_kernels import affine_embedding, affine_matmul, attention, dense_matmul, rms_norm
+from turbospark_mlx.custom_kernels import (
+    affine_embedding,
+    affine_matmul,
+    attention,
+    dense_matmul,
+    gated_affine_matmul,
+    rms_norm,
+    rotation_table,
+)
 from turbospark_mlx.custom_kernels.backends import Backend
 from turbospark_mlx.errors import OptionError
 from turbospark_mlx.protocols import AffineFormat
@@ -62,7 +70,8 @@ class AffineLinear(nn.Module):
         if bias:
             self.bias = mx.zeros((outputs,), DTYPES[bias])
 
-    def __call__(self, x: mx.array) -> mx.array:
+    def __call__(self, x: mx.array, *, norm: RMSNorm | None = None, residual: mx.array | None = None) -> mx.array:
+        """``norm`` is applied to ``x`` before, ``residual`` is added after."""
         return affine_matmul(
             x,
             self["weight"],
@@ -71,6 +80,23 @@ class AffineLinear(nn.Module):
             bits=self.bits,
             group_size=self.group_size,
             bias=self.get("bias"),
+            norm_weight=None if norm is None else norm["weight"],
+            eps=None if norm is None else norm.eps,
+            residual=residual,
+            backend=self._backend,
+        )
+
+    def gated(self, x: mx.array, *, norm: RMSNorm) -> mx.array:
+        """``silu(gate) * up``, where the first half of the rows is the gate's; without bias."""
+        return gated_affine_matmul(
+            x,
+            self["weight"],
+            self["scales"],
+            self["biases"],
+            bits=self.bits,
+            group_size=self.group_size,
+            norm_weight=norm["weight"],
+            eps=norm.eps,
             backend=self._backend,
         )
 
@@ -148,12 +174,28 @@ def plain_attention(
     return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)
 
 
+def project(linear: nn.Module, x: mx.array, *, norm: nn.Module | None = None, residual: mx.array | None = None):
+    """``linear(norm(x)) + residual``, as one operation where this package's modules allow it."""
+    if isinstance(linear, AffineLinear) and (norm is None or isinstance(norm, RMSNorm)):
+        return linear(x, norm=norm, residual=residual)
+    y = linear(x if norm is None else norm(x))
+    return y if residual is None else residual + y
+
+
 class RoPE:
     """Rotation of ``x [B, H, L, D]`` at positions ``offset .. offset + L - 1``; see ``rope.py`` for the frequencies."""
 
     def __init__(self, frequencies: np.ndarray):
         """``frequencies [D / 2]``: radians a position."""
+        self._frequencies = frequencies
         self._periods = mx.array((1.0 / frequencies).astype(np.float32))
+        self._table = (0, 0, None)
+
+    def table(self, offset: int, length: int) -> mx.array:
+        """`custom_kernels.rotation_table`. The last one is kept, because all layers of a step ask for the same."""
+        if self._table[:2] != (offset, length):
+            self._table = (offset, length, rotation_table(self._frequencies, offset, length))
+        return self._table[2]
 
     def __call__(self, x: mx.array, offset: int | mx.array) -> mx.array:
         return mx.fast.rope(x, x.shape[-1], traditional=False, base=None, scale=1.0, offset=offset, freqs=self._periods)
@@ -182,6 +224,10 @@ class Projections:
             len(part) == len(views) and all(part.get(name) is view for name, view in views.items())
             for part, views in zip(parts, self._views, strict=True)
         )
+
+    def joint(self, *parts: nn.Module) -> AffineLinear | None:
+        """The module that applies all ``parts`` at once and can fuse what stands around it, where there is one."""
+        return self._joint if isinstance(self._joint, AffineLinear) and self._joined(parts) else None
 
     def __call__(self, x: mx.array, *parts: nn.Module) -> Sequence[mx.array]:
         """``x [..., K]`` -> one ``[..., N]`` a part; ``parts`` are the modules that their owner has at this moment."""

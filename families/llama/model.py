@@ -13,8 +13,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from turbospark_mlx.cache import LinearKV, RingKV
-from turbospark_mlx.custom_kernels import backends
-from turbospark_mlx.families.layers import Builder, Format, RoPE
+from turbospark_mlx.custom_kernels import backends, cache_attention, qkv_epilogue
+from turbospark_mlx.families.layers import Builder, Format, RMSNorm, RoPE, project
 from turbospark_mlx.families.llama.config import LlamaConfig
 from turbospark_mlx.families.llama.weights import expected
 from turbospark_mlx.families.rope import attention_factor, frequencies, longest_context
@@ -27,6 +27,7 @@ class Attention(nn.Module):
         super().__init__()
         heads, kv_heads, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self.head_dim, self.window, self.rope, self._attention = width, window, rope, build.attention
+        self._heads, self._kv_heads, self._backend = heads, kv_heads, build.backend
         # Queries and keys are both multiplied by the attention factor, so their products are by its square.
         self.scale = width**-0.5 * attention_factor(config.rope_scaling) ** 2
         rows = {"q_proj": heads * width, "k_proj": kv_heads * width, "v_proj": kv_heads * width}
@@ -40,22 +41,38 @@ class Attention(nn.Module):
             self.q_norm = build.norm(f"{path}.q_norm", width, config.rms_norm_eps)
             self.k_norm = build.norm(f"{path}.k_norm", width, config.rms_norm_eps)
 
-    def __call__(self, x: mx.array, cache: LinearKV | RingKV | None = None) -> mx.array:
+    def __call__(
+        self,
+        x: mx.array,
+        cache: LinearKV | RingKV | None = None,
+        *,
+        norm: nn.Module | None = None,
+        residual: mx.array | None = None,
+    ) -> mx.array:
+        """``norm`` is applied to ``x`` before, ``residual`` is added after."""
         B, L, _ = x.shape
-        q, k, v = (
-            y.reshape(B, L, -1, self.head_dim).transpose(0, 2, 1, 3)
-            for y in self._qkv(x, self.q_proj, self.k_proj, self.v_proj)
-        )
+        offset = 0 if cache is None else cache.offset
+        # A single token sees every key that its cache returns, and a ring returns them in no particular order.
+        mask, window = ("causal", self.window) if L > 1 else (None, None)
+        parts, norms = (self.q_proj, self.k_proj, self.v_proj), [self.get("q_norm"), self.get("k_norm")]
+        joint = self._qkv.joint(*parts)
+        if joint is not None and all(own is None or isinstance(own, RMSNorm) for own in norms):
+            sizes = {"heads": self._heads, "kv_heads": self._kv_heads, "backend": self._backend}
+            if norms[0] is not None:
+                sizes |= {"q_norm": norms[0]["weight"], "k_norm": norms[1]["weight"], "eps": norms[0].eps}
+            q, kv = qkv_epilogue(project(joint, x, norm=norm), self.rope.table(offset, L), **sizes)
+            kv, keys = (kv, L) if cache is None else cache.append(kv)
+            options = {"scale": self.scale, "mask": mask, "window": window, "backend": self._backend}
+            return project(self.o_proj, cache_attention(q, kv, keys=keys, **options), residual=residual)
+        x = x if norm is None else norm(x)
+        q, k, v = (y.reshape(B, L, -1, self.head_dim).transpose(0, 2, 1, 3) for y in self._qkv(x, *parts))
         if "q_norm" in self:
             q, k = self.q_norm(q), self.k_norm(k)
-        offset = 0 if cache is None else cache.offset
         q, k = self.rope(q, offset), self.rope(k, offset)
         if cache is not None:
             k, v = cache.update_and_fetch(k, v)
-        # A single token sees every key that its cache returns, and a ring returns them in no particular order.
-        mask, window = ("causal", self.window) if L > 1 else (None, None)
         y = self._attention(q, k, v, scale=self.scale, mask=mask, window=window)
-        return self.o_proj(y.transpose(0, 2, 1, 3).reshape(B, L, -1))
+        return project(self.o_proj, y.transpose(0, 2, 1, 3).reshape(B, L, -1), residual=residual)
 
 
 class FeedForward(nn.Module):
@@ -69,9 +86,13 @@ class FeedForward(nn.Module):
         )
         self.down_proj = build.linear(f"{path}.down_proj", wide, hidden, bias=config.mlp_bias)
 
-    def __call__(self, x: mx.array) -> mx.array:
-        gate, up = self._gate_up(x, self.gate_proj, self.up_proj)
-        return self.down_proj(gate * mx.sigmoid(gate) * up)
+    def __call__(self, x: mx.array, *, norm: nn.Module | None = None, residual: mx.array | None = None) -> mx.array:
+        """``norm`` is applied to ``x`` before, ``residual`` is added after."""
+        joint = self._gate_up.joint(self.gate_proj, self.up_proj)
+        if joint is not None and "bias" not in joint and isinstance(norm, RMSNorm):
+            return project(self.down_proj, joint.gated(x, norm=norm), residual=residual)
+        gate, up = self._gate_up(x if norm is None else norm(x), self.gate_proj, self.up_proj)
+        return project(self.down_proj, gate * mx.sigmoid(gate) * up, residual=residual)
 
 
 class DecoderLayer(nn.Module):
@@ -85,8 +106,8 @@ class DecoderLayer(nn.Module):
             setattr(self, name, build.norm(f"{path}.{name}", config.hidden_size, config.rms_norm_eps))
 
     def __call__(self, x: mx.array, cache: LinearKV | RingKV | None = None) -> mx.array:
-        x = x + self.self_attn(self.input_layernorm(x), cache)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        x = self.self_attn(x, cache, norm=self.input_layernorm, residual=x)
+        return self.mlp(x, norm=self.post_attention_layernorm, residual=x)
 
 
 class Decoder(nn.Module):

@@ -75,8 +75,10 @@ class _KV:
         # nobody else holds the old.
         self._buffer = mx.slice_update(self._buffer, rows, mx.array([slot]), axes=(3,))
 
-    def _fetch(self, rows: int) -> tuple[mx.array, mx.array]:
-        return self._buffer[0, :, :, :rows], self._buffer[1, :, :, :rows]
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """`append` with ``keys``, ``values [B, KV, L, D]`` apart; what they may see comes as ``[B, KV, S, D]`` each."""
+        buffer, rows = self.append(mx.stack([keys, values]))
+        return buffer[0, :, :, :rows], buffer[1, :, :, :rows]
 
 
 class LinearKV(_KV):
@@ -90,21 +92,21 @@ class LinearKV(_KV):
         super().__init__()
         self.max_length = max_length
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append ``keys``, ``values [B, KV, L, D]`` and return all ``S`` tokens' in time order, ``[B, KV, S, D]``.
+    def append(self, update: mx.array) -> tuple[mx.array, int]:
+        """Append ``update [2, B, KV, L, D]``, keys first, and return ``(buffer, S)``: the first ``S`` rows of ``buffer
+        [2, B, KV, capacity, D]`` are those of all tokens in time order.
 
         Raises ContextError where they do not fit ``max_length``.
         """
-        end = self.offset + keys.shape[2]
+        end = self.offset + update.shape[3]
         if self.max_length is not None and end > self.max_length:
             raise ContextError(
                 f"the cache holds {self.max_length} tokens; {end} are wanted. Open with a larger max_context."
             )
-        update = mx.stack([keys, values])
         self._reserve(end, self.max_length, update)
         self._write(update, self.offset)
         self.offset = end
-        return self._fetch(end)
+        return self._buffer, end
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
         """The mask of the next ``N`` tokens in mlx-lm's terms: None, ``"causal"``, or boolean ``[N, S]``."""
@@ -158,24 +160,24 @@ class RingKV(_KV):
         self.window = window
         self._oldest = 0
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append ``keys``, ``values [B, KV, L, D]`` and return what these ``L`` tokens may see, ``[B, KV, S, D]``.
+    def append(self, update: mx.array) -> tuple[mx.array, int]:
+        """Append ``update [2, B, KV, L, D]``, keys first, and return ``(buffer, S)``: the first ``S`` rows of ``buffer
+        [2, B, KV, capacity, D]`` are what these ``L`` tokens may see.
 
         ``S`` is ``min(offset, window - 1) + L``. In time order where ``L > 1`` or nothing was overwritten.
         """
-        update = mx.stack([keys, values])
-        length = keys.shape[2]
+        length = update.shape[3]
         end = self.offset + length
         if length == 1 or end <= self.window:
             self._reserve(min(end, self.window), self.window, update)
             self._write(update, self.offset % self.window)
-            visible = self._fetch(min(end, self.window))
+            visible = self._buffer, min(end, self.window)
         else:
             rows = mx.concatenate([*self._last(min(self.offset, self.window - 1)), update], axis=3)
             newest = rows[..., -self.window :, :]
             turn = self.window - end % self.window
             self._buffer = mx.concatenate([newest[..., turn:, :], newest[..., :turn, :]], axis=3)
-            visible = rows[0], rows[1]
+            visible = rows, rows.shape[3]
         self.offset = end
         self._oldest = max(0, end - self.window)
         return visible
