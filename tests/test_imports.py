@@ -113,12 +113,22 @@ def test_there_is_no_import_cycle():
         visit(name)
 
 
-def test_every_package_folder_is_listed_in_pyproject():
+def test_every_package_folder_and_data_file_is_listed_in_pyproject():
     import tomllib
 
-    listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     present = {name for name, path in MODULES.items() if path.name == "__init__.py"}
-    assert listed == present
+    shipped = set()
+    for package, folder in TREES.items():
+        for path in folder.rglob("*"):
+            if path.is_dir() or path.suffix in (".py", ".pyc"):
+                continue
+            holder = ".".join([package, *path.parent.relative_to(folder).parts])
+            assert any(path.match(glob) for glob in setuptools["package-data"].get(holder, ())), (
+                f"{path} is not shipped"
+            )
+            shipped.add(holder)
+    assert set(setuptools["packages"]) == present | shipped
 
 
 def _fresh_python(code: str) -> str:
