@@ -13,6 +13,7 @@ from tests.generation.fakes import ScriptedRunner
 from turbospark_mlx import cli, runner, store
 
 CONTEXT = 4096
+BACKEND = "host"
 DELAY = float(os.environ.get("FAKE_DELAY", "0"))
 
 
@@ -25,7 +26,9 @@ class SlowRunner(ScriptedRunner):
 def open_runner(path, *, max_context, **options):
     print(f"opened {path} with {options}", file=sys.stderr)
     context = max_context or CONTEXT
-    return SlowRunner([n % 26 for n in range(context + 1)], max_context=context)
+    runner = SlowRunner([n % 26 for n in range(context + 1)], max_context=context)
+    runner.backend = BACKEND
+    return runner
 
 
 @contextmanager

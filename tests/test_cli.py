@@ -16,11 +16,16 @@ import termios
 import time
 from importlib import import_module
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from tests import fake_command
 from turbospark_mlx import cli
+from turbospark_mlx.cli import options
+from turbospark_mlx.custom_kernels import backends
+from turbospark_mlx.families import layers
+from turbospark_mlx.gturbo import install
 
 ROOT = Path(__file__).parents[1]
 COMMAND = [sys.executable, "-m", "tests.fake_command"]
@@ -96,6 +101,42 @@ def test_model_flags_reach_the_runner(run):
     assert "opened m with {'kernels': 'reference', 'dtype': 'float32', 'verify': 'full'}" in err
 
 
+def test_the_choices_are_those_of_the_parts_that_take_them():
+    assert options.KERNELS == backends.KERNELS
+    assert set(options.DTYPES) == set(layers.DTYPES)
+    assert get_args(install.Verify) == options.VERIFY
+
+
+def test_missing_kernels_are_told_with_their_reason(run, monkeypatch):
+    monkeypatch.setattr(fake_command, "BACKEND", "reference")
+    code, out, err = run("generate", "m", "hi", "--max-tokens", "3")
+    assert (code, out) == (0, "abc\n")
+    assert "note: this runs slowly, on plain operations, because a compiler is missing\n" in err
+    assert "note" not in run("generate", "m", "hi", "--kernels", "reference")[2]
+    monkeypatch.setattr(fake_command, "BACKEND", "host")
+    assert "note" not in run("generate", "m", "hi")[2]
+
+
+def test_a_missing_half_of_mlx_is_told_in_one_sentence(tmp_path):
+    """As after `pip install mlx` on Linux, where the library itself is another package."""
+    (tmp_path / "mlx").mkdir()
+    (tmp_path / "mlx" / "__init__.py").touch()
+    (tmp_path / "mlx" / "core.py").write_text("raise ImportError('libmlx.so: no such file', name='mlx.core')")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+
+    def python(*args):
+        return subprocess.run([sys.executable, *args], env=environment, cwd=tmp_path, text=True, capture_output=True)
+
+    command = python("-m", "turbospark_mlx", "perplexity", "m", "x")
+    assert (command.returncode, command.stdout) == (1, "")
+    assert command.stderr.startswith("error: MLX does not load (libmlx.so: no such file).")
+    assert command.stderr.count("\n") == 1
+    assert 'pip install "mlx[cpu]"' in command.stderr
+    code = python("-c", "from turbospark_mlx import load")
+    assert "turbospark_mlx.errors.BackendError: MLX does not load (libmlx.so: no such file)." in code.stderr
+    assert python("-m", "turbospark_mlx", "list").returncode == 0
+
+
 def test_json(run):
     code, out, err = run("generate", "m", "hi", "--max-tokens", "3", "--json", "--temp", "0.001", "--seed", "7")
     document = json.loads(out)
@@ -116,7 +157,11 @@ def test_json(run):
         (("generate", "m", "hi", "--raw", "--system", "x"), "--system needs the chat template"),
         (("generate", "m", "hi", "--logit-bias", "5"), "is not ID=V"),
         (("generate", "m", "hi", "--logit-bias", "a=1"), "is not ID=V"),
-        (("generate", "m", "hi", "--max-tokens", "many"), "--max-tokens"),
+        (("generate", "m", "hi", "--max-tokens", "many"), "'many' is neither a number of tokens"),
+        (("generate", "m", "hi", "--max-tokens", "0"), "'0' is neither a number of tokens from 1 on nor the word max"),
+        (("generate", "m", "hi", "--kernels", "fast"), "choose from 'auto', 'metal'"),
+        (("generate", "m", "hi", "--dtype", "int8"), "choose from 'bfloat16'"),
+        (("generate", "m", "hi", "--verify", "no"), "choose from 'off'"),
         (("chat",), "required: MODEL"),
         (("perplexity", "m"), "required: FILE"),
         ((), "required: COMMAND"),
@@ -132,10 +177,9 @@ def test_wrong_usage_exits_with_2(run, args, message):
     ("args", "message"),
     [
         (("generate", "m", "hi", "--top-p", "2"), "error: top_p is 2.0"),
-        (("generate", "m", "hi", "--max-tokens", "0"), "error: max_tokens is 0"),
         (("generate", "m", "hi", "--max-context", "10"), "error: The prompt has 8 tokens"),
         (("generate", "m", "hi", "--stop", ""), "error: stop contains ''"),
-        (("perplexity", "m", "/nowhere/at/all"), "error: [Errno 2]"),
+        (("perplexity", "m", "/nowhere/at/all"), "error: /nowhere/at/all: No such file or directory"),
         (("perplexity", "m", "README.md", "--tokens", "0"), "error: --tokens is 0"),
     ],
 )

@@ -34,7 +34,15 @@ __all__ = ["__version__", *_EXPORTS]
 def __getattr__(name: str):
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)
+    try:
+        module = import_module(f"{__name__}.{_EXPORTS[name]}")
+    except ImportError as error:
+        from turbospark_mlx.errors import explain_import_error
+
+        if explained := explain_import_error(error):
+            raise explained from error
+        raise
+    return getattr(module, name)
 
 
 def __dir__():

@@ -35,3 +35,13 @@ class GenerationError(TurbosparkError):
 
 class BackendError(TurbosparkError):
     """A kernel back end is missing, or cannot serve what was asked of it."""
+
+
+def explain_import_error(error: ImportError) -> BackendError | None:
+    """What to install where MLX itself does not load; None for any other failed import."""
+    if error.name not in ("mlx", "mlx.core"):
+        return None
+    return BackendError(
+        f"MLX does not load ({error}). On Linux it needs a part of its own for the machine:"
+        ' pip install "mlx[cpu]" without a GPU, pip install "mlx[cuda13]" with one from NVIDIA.'
+    )

@@ -25,8 +25,12 @@ class ScriptedRunner:
         self.fed = []
         self.resets = 0
         self.closed = False
+        self.backend = "host"
         self.tokenizer = Letters()
         self.model = SimpleNamespace(args=SimpleNamespace(vocab_size=VOCAB, max_position_embeddings=max_context))
+
+    def report(self):
+        return SimpleNamespace(backend=self.backend, backend_reason="plain operations, because a compiler is missing")
 
     def __enter__(self):
         return self

@@ -13,7 +13,7 @@ import sys
 from importlib import import_module
 
 from turbospark_mlx import __version__
-from turbospark_mlx.errors import TurbosparkError
+from turbospark_mlx.errors import TurbosparkError, explain_import_error
 
 SUBCOMMANDS = ("generate", "chat", "perplexity", "pull", "list", "rm", "convert", "info", "verify")
 
@@ -62,7 +62,15 @@ def main(argv: list[str] | None = None) -> int:
         sys.stderr.close()
         return 1
     except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
+        # Python's own text begins with "[Errno 2]", which helps nobody who typed a wrong name.
+        named = error.strerror and error.filename is not None
+        print(f"error: {f'{error.filename}: {error.strerror}' if named else error}", file=sys.stderr)
+        return 1
+    except ImportError as error:
+        explained = explain_import_error(error)
+        if explained is None:
+            raise
+        print(f"error: {explained}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import TYPE_CHECKING
+
+# The names that custom_kernels.backends, the loader and gturbo.Install take; those modules are too heavy for --help.
+KERNELS = ("auto", "metal", "cuda", "host", "reference")
+DTYPES = ("bfloat16", "float16", "float32")
+VERIFY = ("off", "auto", "full")
 
 if TYPE_CHECKING:
     from turbospark_mlx.generation import SamplingOptions
@@ -17,23 +23,42 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, max_context: bool = 
     )
     group = parser.add_argument_group("running the model")
     if max_context:
-        group.add_argument("--max-context", type=int, metavar="N", help="longest prompt and answer together, in tokens")
-    group.add_argument("--kernels", default="auto", metavar="NAME", help="kernel back end (auto)")
-    group.add_argument("--dtype", metavar="NAME", help="dtype of activations (bfloat16 on a GPU, float32 on a CPU)")
+        group.add_argument(
+            "--max-context",
+            type=int,
+            metavar="N",
+            help="longest prompt and answer together, in tokens (4096, or less where the model or memory ends before)",
+        )
     group.add_argument(
-        "--verify", default="auto", metavar="MODE", help="hash the install: off, auto (unless done before), full (auto)"
+        "--kernels",
+        default="auto",
+        choices=KERNELS,
+        help="what computes: our kernels on a GPU (metal, cuda) or on the CPU through a C++ compiler (host), or MLX's"
+        " own operations (reference); auto takes what the machine has (auto)",
+    )
+    group.add_argument(
+        "--dtype", choices=DTYPES, help="dtype of activations (bfloat16 on a GPU; a CPU computes in float32)"
+    )
+    group.add_argument(
+        "--verify",
+        default="auto",
+        choices=VERIFY,
+        help="hash the install; auto hashes what was not hashed before (auto)",
     )
     parser.set_defaults(usage_error=parser.error)
 
 
 def open_runner(args: argparse.Namespace, max_context: int | None) -> Runner:
-    """A runner over the model that the arguments name."""
+    """A runner over the model that the arguments name; a sentence on stderr where no kernels could be had."""
     from turbospark_mlx.runner import Runner
     from turbospark_mlx.store import resolve
 
-    return Runner.open(
+    runner = Runner.open(
         resolve(args.model), max_context=max_context, kernels=args.kernels, dtype=args.dtype, verify=args.verify
     )
+    if args.kernels == "auto" and (report := runner.report()).backend == "reference":
+        print(f"note: this runs slowly, on {report.backend_reason}", file=sys.stderr)
+    return runner
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +99,11 @@ def sampling_options(args: argparse.Namespace) -> SamplingOptions:
 
 def token_limit(text: str) -> int | None:
     """The value of ``--max-tokens``: a number, or None for the word ``max``."""
-    return None if text == "max" else int(text)
+    if text == "max":
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of tokens from 1 on nor the word max")
+    return int(text)
 
 
 def _bias(text: str) -> tuple[int, float]:

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_install_argument(parser: argparse.ArgumentParser) -> None:
     """The positional argument of commands about one install."""
-    parser.add_argument("install", metavar="DIR", help="a .gturbo directory, or the alias of a pulled model")
+    parser.add_argument("install", metavar="MODEL", help="an install directory, or the alias of a pulled model")
 
 
 def install_path(argument: str) -> str | os.PathLike[str]:
