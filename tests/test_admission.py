@@ -6,8 +6,9 @@ import pytest
 
 from tests.families.models import config_of
 from turbospark_mlx import admission
-from turbospark_mlx.admission import resolve_context, spell_bytes
+from turbospark_mlx.admission import resolve_context
 from turbospark_mlx.errors import OptionError
+from turbospark_mlx.gturbo.files import spell_bytes
 
 
 @pytest.fixture(scope="module")

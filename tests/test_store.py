@@ -548,7 +548,7 @@ def test_pull_list_rm(checkpoint, home, capsys):
     assert capsys.readouterr().out == f"{home / 'models' / 'mine.gturbo'}\n"
     assert run(list_command) == 0
     shown = capsys.readouterr().out
-    assert "mine       llama   160 KB  8 bits, groups of 64, bfloat16 scales" in shown
+    assert "mine       llama   56.4 KB  8 bits, groups of 64, bfloat16 scales" in shown
     assert "smollm2-135m" in shown
     assert run(list_command, "--json") == 0
     document = json.loads(capsys.readouterr().out)

@@ -10,6 +10,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from turbospark_mlx.errors import OptionError
+from turbospark_mlx.gturbo.files import spell_bytes
 from turbospark_mlx.protocols import ModelConfig
 
 DEFAULT_CONTEXT = 4096
@@ -105,11 +106,3 @@ def _read(path: str) -> str:
         return Path(path).read_text()
     except OSError:
         return ""
-
-
-def spell_bytes(nbytes: int) -> str:
-    """``1.4 GB``, ``270 MB``, ``12.0 KB``: decimal units, as disks and downloads are labelled."""
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
-        if nbytes >= size:
-            return f"{nbytes / size:.{1 if nbytes < 100 * size else 0}f} {unit}"
-    return f"{nbytes} bytes"

@@ -21,11 +21,12 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from turbospark_mlx import loader
-from turbospark_mlx.admission import ContextLimit, available_bytes, resolve_context, spell_bytes, whole_number
+from turbospark_mlx.admission import ContextLimit, available_bytes, resolve_context, whole_number
 from turbospark_mlx.cache import mark_all, reusable_prefix, rollback_all, trim_all
 from turbospark_mlx.custom_kernels import backends
 from turbospark_mlx.errors import BackendError, ContextError, OptionError, TurbosparkError
 from turbospark_mlx.gturbo import Install
+from turbospark_mlx.gturbo.files import spell_bytes
 from turbospark_mlx.tokenizer import Tokenizer
 
 PREFILL_CHUNK = {"cpu": 512, "gpu": 2048}

@@ -20,6 +20,8 @@ HELP = "describe an install: architecture, sizes, quantization, who can read it,
 EPILOG = """\
 Checks the structure of the install and hashes nothing. Memory is that of the weights as they are stored and of one
 sequence's caches; with routed experts, all of them stay in memory unless --expert-slots says how many a layer may.
+Roles are those of the install format: shared_expert is the feed-forward part that every token takes, which in a dense
+model is all of it.
 
 examples:
   turbospark-mlx info smollm2-135m
@@ -179,8 +181,7 @@ def _check_slots(install: Install, slots: int) -> None:
 
 
 def _text(document: dict[str, Any]) -> list[str]:
-    from turbospark_mlx.admission import spell_bytes
-    from turbospark_mlx.gturbo.files import printable
+    from turbospark_mlx.gturbo.files import printable, spell_bytes
 
     arch, experts, memory = document["architecture"], document["experts"], document["memory"]
     attention = ", ".join(f"{count} {kind}" for kind, count in arch["attention"].items())

@@ -24,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from turbospark_mlx import catalog, store
+    from turbospark_mlx.gturbo.files import spell_bytes
 
     models = store.installed()
     entries = catalog.load(store.home())
@@ -58,7 +59,13 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if models:
         rows = [
-            (model.alias, model.family or "?", _size(model.nbytes), model.quantization or "?", model.source or "?")
+            (
+                model.alias,
+                model.family or "?",
+                "?" if model.nbytes is None else spell_bytes(model.nbytes),
+                model.quantization or "?",
+                model.source or "?",
+            )
             for model in models
         ]
         _print_table(("installed", "family", "size", "quantization", "source"), rows)
@@ -80,9 +87,3 @@ def _print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     for row in (header, *rows):
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-
-
-def _size(nbytes: int | None) -> str:
-    if nbytes is None:
-        return "?"
-    return f"{nbytes / 1e6:,.0f} MB" if nbytes < 1e9 else f"{nbytes / 1e9:,.1f} GB"

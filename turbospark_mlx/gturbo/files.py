@@ -229,3 +229,11 @@ def _reason(error: OSError) -> str:
     if error.errno == errno.ENOTDIR:
         return "lies below something that is not a directory (or is a symbolic link)"
     return f"cannot be opened: {error.strerror}"
+
+
+def spell_bytes(nbytes: int) -> str:
+    """``1.4 GB``, ``270 MB``, ``12.0 KB``: decimal units, as disks and downloads are labelled."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
+        if nbytes >= size:
+            return f"{nbytes / size:.{1 if nbytes < 100 * size else 0}f} {unit}"
+    return f"{nbytes} bytes"
