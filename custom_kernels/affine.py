@@ -16,6 +16,8 @@ from turbospark_mlx.custom_kernels.backends import Backend, blas
 from turbospark_mlx.custom_kernels.norm import rms_norm, rms_norm_reference
 from turbospark_mlx.errors import OptionError
 
+BITS = (2, 3, 4, 5, 6, 8)
+GROUP_SIZES = (32, 64, 128)
 BLAS_ROWS = 3
 """Rows from which dequantizing a matrix for the BLAS costs less than MLX's CPU product, whose time grows with them."""
 
@@ -28,6 +30,7 @@ def check(
     dtype: mx.Dtype,
     scales: tuple[int, ...],
     biases: tuple[int, ...],
+    companion_dtypes: tuple[mx.Dtype, mx.Dtype],
     bits: int,
     group_size: int,
     bias: tuple[int, ...] | None = None,
@@ -35,7 +38,12 @@ def check(
     norm_weight: tuple[int, ...] | None = None,
     eps: float | None = None,
 ) -> int:
-    """Check that shapes and the dtype of the packed weight belong together; returns K. Raises OptionError."""
+    """Check that the shapes and dtypes of a packed matrix belong together; returns K. Raises OptionError."""
+    if bits not in BITS or group_size not in GROUP_SIZES:
+        raise OptionError(
+            f"{op}: bits {bits} in groups of {group_size}; matrices have {', '.join(map(str, BITS))} bits in groups of "
+            f"{', '.join(map(str, GROUP_SIZES))}"
+        )
     columns = weight[-1] * 32 // bits
     if dtype != mx.uint32 or len(weight) != 2 or weight[-1] * 32 % bits or columns % group_size:
         raise OptionError(
@@ -49,10 +57,15 @@ def check(
                 f"{op}: {name} are {list(companion)}, but weight {list(weight)} with {bits} bits in groups of "
                 f"{group_size} needs {list(companions)}"
             )
+    # One kernel argument says how both are read, so that a mixture would be read as other numbers, past its end.
+    if companion_dtypes[0] != companion_dtypes[1]:
+        raise OptionError(
+            f"{op}: scales are {companion_dtypes[0]} and biases {companion_dtypes[1]}; they need one dtype"
+        )
     if x is None:
         return columns
-    if x[-1] != columns:
-        raise OptionError(f"{op}: x has {x[-1]} columns, but the matrix has {columns}")
+    if not x or x[-1] != columns:
+        raise OptionError(f"{op}: x is {list(x)}, but the matrix has {columns} columns")
     if (norm_weight is None) != (eps is None):
         raise OptionError(f"{op}: norm_weight and eps belong together")
     if norm_weight is not None and norm_weight != (columns,):
@@ -117,6 +130,7 @@ def affine_matmul(
         weight.dtype,
         scales.shape,
         biases.shape,
+        (scales.dtype, biases.dtype),
         bits,
         group_size,
         _shape(bias),
@@ -184,6 +198,7 @@ def gated_affine_matmul(
         weight.dtype,
         scales.shape,
         biases.shape,
+        (scales.dtype, biases.dtype),
         bits,
         group_size,
         norm_weight=_shape(norm_weight),
@@ -222,7 +237,17 @@ def affine_embedding(
     MLX does not check ids. On a CPU they are checked here and OptionError is raised; on a GPU the check would wait for
     the device, so the caller checks ids that come from outside.
     """
-    columns = check("affine_embedding", None, weight.shape, weight.dtype, scales.shape, biases.shape, bits, group_size)
+    columns = check(
+        "affine_embedding",
+        None,
+        weight.shape,
+        weight.dtype,
+        scales.shape,
+        biases.shape,
+        (scales.dtype, biases.dtype),
+        bits,
+        group_size,
+    )
     if ids.size == 0:
         return mx.zeros((*ids.shape, columns), dtype=dtype)
     if backend.device == "cpu":

@@ -5,7 +5,6 @@ Knows nothing of any family.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,9 @@ LARGEST_SIZE = 2**31 - 1
 """MLX keeps array dimensions in 32 bits."""
 MOST_LAYERS = 4096
 """Far above any model; a count in a file must not decide how long a loop runs."""
+
+SMALLEST_NUMBER, LARGEST_NUMBER = 1e-18, 1e18
+"""Beyond any model's, and near enough that squares and quotients of two of them stay within float32."""
 
 _REQUIRED: Any = object()
 
@@ -59,14 +61,18 @@ class Fields:
         return value
 
     def number(self, key: str, default: Any = _REQUIRED, *, above: float = 0.0) -> Any:
-        """A finite number greater than ``above``."""
+        """A number greater than ``above``, in size between ``SMALLEST_NUMBER`` and ``LARGEST_NUMBER``, or zero."""
         value = self._get(key, default)
         if value is default:
             return value
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.refuse(key, "expected a number.")
-        if not math.isfinite(value) or value <= above:
-            raise self.refuse(key, f"expected a finite number greater than {above:g}.")
+        # Compared before any conversion: a whole number of a file may exceed what a float holds. NaN fails as well.
+        if not above < value <= LARGEST_NUMBER or 0 < abs(value) < SMALLEST_NUMBER:
+            raise self.refuse(
+                key,
+                f"expected a number greater than {above:g}, from {SMALLEST_NUMBER:g} to {LARGEST_NUMBER:g} in size.",
+            )
         return float(value)
 
     def flag(self, key: str, default: Any = _REQUIRED) -> Any:

@@ -11,11 +11,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 from turbospark_mlx.errors import BackendError
+
+Library = TypeVar("Library")
 
 FLAGS = (
     "-std=c++17",
@@ -74,8 +78,7 @@ def cpu_features() -> str:
 
 def cache_directory() -> Path:
     """``cache/kernels`` in ``$TURBOSPARK_HOME``, private to the user. Raises BackendError where it cannot be."""
-    home = Path(os.environ.get("TURBOSPARK_HOME") or Path.home() / ".turbospark")
-    path = home / "cache" / "kernels"
+    path = Path(os.path.expanduser(os.environ.get("TURBOSPARK_HOME") or "~/.turbospark")) / "cache" / "kernels"
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = path.stat()
@@ -92,8 +95,25 @@ def cache_directory() -> Path:
     return path
 
 
+def load(name: str, text: str, compiler: Compiler, loader: Callable[[str], Library]) -> Library:
+    """The library that ``text`` compiles to, loaded by ``loader`` (``ctypes.CDLL``). Raises BackendError.
+
+    A library of the cache that does not load, cut short by a crash of the machine or a full disk, is made again.
+    """
+    try:
+        library = build(name, text, compiler)
+        try:
+            return loader(str(library))
+        except OSError:
+            library.unlink()
+            return loader(str(build(name, text, compiler)))
+    except OSError as error:
+        raise BackendError(f"the kernel {name} could not be compiled or loaded: {error}") from error
+
+
 def build(name: str, text: str, compiler: Compiler) -> Path:
-    """The shared library that ``text`` compiles to, from the cache or made new. Raises BackendError.
+    """The shared library that ``text`` compiles to, from the cache or made new. Raises BackendError, and OSError where
+    it cannot be written.
 
     The key is everything that decides about the code: text, flags, compiler and CPU. A library is renamed into place
     when it is complete, so an interrupted or concurrent build leaves nothing half made.
@@ -116,5 +136,7 @@ def build(name: str, text: str, compiler: Compiler) -> Path:
         if done.returncode:
             words = (done.stderr or done.stdout).strip()[:2000]
             raise BackendError(f"{compiler.name} could not compile the kernel {name}:\n{words}")
+        with made.open("rb") as written:
+            os.fsync(written.fileno())
         os.replace(made, library)
     return library

@@ -46,12 +46,12 @@ def _chosen() -> tuple[compiler.Compiler, Callable[..., int]]:
     failures = []
     for candidate in compiler.candidates():
         try:
-            library = compiler.build("runtime", read_source(HERE / "host_runtime.hpp"), candidate)
+            # PyDLL keeps the interpreter lock, which reading the arrays needs; it is released while kernels run.
+            library = compiler.load("runtime", read_source(HERE / "host_runtime.hpp"), candidate, ctypes.PyDLL)
         except BackendError as error:
             failures.append(str(error))
             continue
-        # PyDLL keeps the interpreter lock, which reading the arrays needs; the library releases it while kernels run.
-        launch = ctypes.PyDLL(str(library)).launch
+        launch = library.launch
         launch.restype = ctypes.c_int
         pointer, array, number = ctypes.c_void_p, ctypes.py_object, ctypes.c_uint32
         launch.argtypes = [pointer, array, ctypes.c_char_p, array, number, number, ctypes.c_int]
@@ -114,7 +114,7 @@ extern "C" void run(const void* const* buffers, const uint32_t* groups, uint32_t
 
 @cache
 def _compiled(text: str, name: str) -> ctypes.CDLL:
-    return ctypes.CDLL(str(compiler.build(name, text, _chosen()[0])))
+    return compiler.load(name, text, _chosen()[0], ctypes.CDLL)
 
 
 @cache

@@ -78,7 +78,12 @@ class TestRopeSpellings:
             ({"type": "mrope", "mrope_section": [1, 2, 3]}, "rope type 'mrope' is not known"),
             ({"rope_type": "default", "mrope_section": [1, 2, 3]}, r"mrope_section is \[1, 2, 3\]"),
             ({"rope_type": "linear"}, "rope_scaling: factor is missing"),
-            ({"rope_type": "linear", "factor": 0}, "factor is 0; expected a finite number greater than 0"),
+            ({"rope_type": "linear", "factor": 0}, "factor is 0; expected a number greater than 0"),
+            ({"rope_type": "linear", "factor": 10**400}, "factor is 10+; expected a number"),
+            ({"rope_type": "linear", "factor": 1e-300}, "factor is 1e-300; expected a number"),
+            ({"rope_type": "linear", "factor": math.nan}, "factor is nan"),
+            ({"rope_type": "yarn", "factor": 2.0, "beta_fast": 1e308}, r"beta_fast is 1e\+308"),
+            ({"rope_type": "yarn", "factor": 2.0, "attention_factor": 1e39}, r"attention_factor is 1e\+39"),
             ({"rope_type": "linear", "factor": "2"}, "factor is '2'; expected a number"),
             ({"rope_type": "linear", "factor": 2.0, "beta_fast": 3}, "beta_fast is 3"),
             ({"rope_type": "yarn", "factor": math.inf}, "factor is inf"),
@@ -132,6 +137,13 @@ class TestRopeFrequencies:
         exact = np.clip((np.arange(32) - 8.0928) / (17.3980 - 8.0928), 0, 1)
         np.testing.assert_allclose(share_interpolated(False), exact, atol=1e-4)
         np.testing.assert_allclose(share_interpolated(True), np.clip((np.arange(32) - 8) / 10, 0, 1), atol=1e-12)
+
+    def test_yarns_slow_border_may_lie_beyond_the_last_pair(self):
+        """Heads of 16, base 100, 4096 positions: pairs 5.24 to 11.26, rounded 5 to 12, of 8 pairs."""
+        block = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+        scaling = parse(rope_scaling=block, head_dim=16).rope_scaling
+        kept = rope.frequencies(16, 100.0, scaling, 4096) / 100.0 ** (-np.arange(8) / 8)
+        np.testing.assert_allclose(kept, [1, 1, 1, 1, 1, 1, 25 / 28, 22 / 28], rtol=1e-12)
 
     def test_llama3_keeps_short_waves_and_stretches_long_ones(self):
         """Llama 3.1's published numbers: waves shorter than 2048 stay, longer than 8192 are divided by 8."""

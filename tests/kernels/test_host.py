@@ -1,6 +1,7 @@
 """Our kernels compiled for this CPU, against numpy float64."""
 
 import ctypes
+import errno
 import os
 import stat
 import subprocess
@@ -311,6 +312,48 @@ def test_a_text_is_compiled_once_and_its_fault_is_reported(tmp_path, monkeypatch
     with pytest.raises(BackendError, match=r"kernel answer:\n(.|\n)*nonsense"):
         compiler.build("answer", "nonsense", chosen)
     assert {path.suffix for path in library.parent.iterdir()} <= {".so", ""}
+
+
+def test_a_damaged_library_is_made_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("TURBOSPARK_HOME", str(tmp_path))
+    chosen = compiler.candidates()[-1]
+    text = 'extern "C" int answer() { return 42; }'
+    library = compiler.build("answer", text, chosen)
+    library.write_bytes(library.read_bytes()[:100])
+    assert compiler.load("answer", text, chosen, ctypes.CDLL).answer() == 42
+
+
+def test_a_full_disk_is_an_error_that_auto_can_answer(tmp_path, monkeypatch):
+    monkeypatch.setenv("TURBOSPARK_HOME", str(tmp_path))
+
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(compiler.os, "replace", full)
+    with pytest.raises(BackendError, match=r"answer could not be compiled or loaded: .*No space left"):
+        compiler.load("answer", 'extern "C" int answer() { return 42; }', compiler.candidates()[-1], ctypes.CDLL)
+
+
+def test_the_cache_follows_a_tilde(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("TURBOSPARK_HOME", "~/store")
+    assert compiler.cache_directory() == tmp_path / "store" / "cache" / "kernels"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"biases": mx.zeros((16, 2), mx.float16)}, r"scales are .*float32 and biases .*float16"),
+        ({"bits": 0}, "bits 0 in groups of 32"),
+        ({"group_size": 48}, "bits 4 in groups of 48"),
+        ({"x": mx.array(1.0)}, r"x is \[\]"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(backend, changes, message):
+    weight, scales, biases = mx.quantize(mx.ones((16, 64)), group_size=32, bits=4)
+    parts = {"x": mx.ones((1, 64)), "weight": weight, "scales": scales, "biases": biases, "bits": 4, "group_size": 32}
+    with pytest.raises(OptionError, match=message):
+        ck.affine_matmul(**(parts | changes), backend=backend)
 
 
 def test_without_a_compiler_the_reference_runs_and_says_what_to_install(tmp_path):
