@@ -4,6 +4,8 @@ A message names the file, the tensor or the option; says what was declared and w
 step. This module imports nothing of ours, so that every layer can raise the same classes.
 """
 
+from pathlib import PurePath
+
 
 class TurbosparkError(Exception):
     """Base of all errors of this package. The command line prints it as one line and exits with code 1."""
@@ -39,7 +41,8 @@ class BackendError(TurbosparkError):
 
 def explain_import_error(error: ImportError) -> BackendError | None:
     """What to install where MLX itself does not load; None for any other failed import."""
-    if error.name not in ("mlx", "mlx.core"):
+    # A compiled module that does not load is named by its last part only, so its path has to say whose it is.
+    if error.name not in ("mlx", "mlx.core") and PurePath(error.path or "").parent.name != "mlx":
         return None
     return BackendError(
         f"MLX does not load ({error}). On Linux it needs a part of its own for the machine:"
