@@ -1,4 +1,4 @@
-"""Perplexity and size of the default model for every width, group and companion dtype: the table of docs/models.md.
+"""Perplexity and size of the default model for every width, group and companion dtype: the table of docs/conversion.md.
 
 python benchmarks/quantization.py               # SmolLM2-135M over tests/golden/alice.txt
 python benchmarks/quantization.py --source ./Qwen3-0.6B --text passage.txt
