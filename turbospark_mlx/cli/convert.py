@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--elder-compatible",
         action="store_true",
-        help="write only what the elder engines read, or refuse and say what stands in the way",
+        help="write only what turbo-fieldfare and turbospark read, or refuse and say what stands in the way",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace DEST if it is an install")
     parser.add_argument("--quiet", action="store_true", help="no progress bar and no report")
