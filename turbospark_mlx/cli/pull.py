@@ -32,7 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--companion-dtype", choices=("bfloat16", "float16"), help="dtype of the scales and biases (bfloat16)"
     )
-    parser.add_argument("--elder-compatible", action="store_true", help="write only what turbo-fieldfare and turbospark read")
+    parser.add_argument(
+        "--elder-compatible", action="store_true", help="write only what turbo-fieldfare and turbospark read"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace the model that has this alias")
     parser.add_argument(
         "--keep-download", action="store_true", help="keep the downloaded file in $TURBOSPARK_HOME/downloads"
