@@ -18,6 +18,9 @@ from turbospark_mlx.errors import OptionError
 
 BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (32, 64, 128)
+GPU_PRODUCT_COLUMNS = 128
+"""Below this, MLX 0.32.4's ``quantized_matmul`` of many rows is wrong on an H200 (by 100 %, or NaN); from 128 on, where
+it was tried, it is right to 2e-6."""
 BLAS_ROWS = 3
 """Rows from which dequantizing a matrix for the BLAS costs less than MLX's CPU product, whose time grows with them."""
 
@@ -155,7 +158,10 @@ def affine_matmul(
         if backend.device == "cpu":
             return affine_matmul_reference(x, weight, scales, biases, **matrix, bias=bias, residual=residual)
         # MLX's GPU products accumulate in float32, so the activations stay in their own dtype there.
-        y = mx.quantized_matmul(x, weight, scales, biases, transpose=True, **matrix)
+        if x.shape[-1] < GPU_PRODUCT_COLUMNS:
+            y = x @ mx.dequantize(weight, scales, biases, **matrix).astype(x.dtype).T
+        else:
+            y = mx.quantized_matmul(x, weight, scales, biases, transpose=True, **matrix)
         y = y if bias is None else y + bias
     return (y if residual is None else y + residual).astype(x.dtype)
 

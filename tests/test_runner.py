@@ -12,6 +12,7 @@ import pytest
 from tests.families.models import build, model_of
 from tests.families.oracles import PROMPT, assert_close, assert_exact
 from turbospark_mlx import cache
+from turbospark_mlx.custom_kernels.backends import compiler
 from turbospark_mlx.errors import BackendError, ContextError, InstallError, OptionError, TurbosparkError
 from turbospark_mlx.families.llama import Model
 from turbospark_mlx.runner import Runner
@@ -400,3 +401,21 @@ class TestOpen:
         with pytest.raises(InstallError, match="SHA-256"):
             Runner.open(damaged, kernels="reference")
         Runner.open(damaged, kernels="reference", verify="off").close()
+
+
+def test_opening_compiles_what_an_answer_needs(tmp_path, monkeypatch):
+    monkeypatch.setenv("TURBOSPARK_HOME", str(tmp_path / "home"))
+    path = make_tiny_install("llama", tmp_path / "tiny.gturbo", variant="qwen3")
+    with Runner.open(path) as runner:
+        if runner.model.backend.name != "host":
+            pytest.skip("no C++ compiler on this machine")
+        assert not runner.report().operations
+
+        def refuse(*args):
+            raise AssertionError("a kernel was compiled after open")
+
+        monkeypatch.setattr(compiler.subprocess, "run", refuse)
+        for length in (1, 3, 8, 9, 40):
+            runner.reset()
+            runner.prefill(list(range(length)))
+            runner.decode(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import importlib.util
+import logging
 import os
 import platform
 import shutil
@@ -20,6 +21,8 @@ from typing import TypeVar
 from turbospark_mlx.errors import BackendError
 
 Library = TypeVar("Library")
+
+logger = logging.getLogger(__name__)
 
 FLAGS = (
     "-std=c++17",
@@ -123,6 +126,7 @@ def build(name: str, text: str, compiler: Compiler) -> Path:
     library = directory / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:32]}.so"
     if library.exists():
         return library
+    logger.info("compiling the kernel %s with %s", name, compiler.name)
     # zig keeps its own cache of compiled runtime parts; beside ours it needs no writable home.
     environment = os.environ | {f"ZIG_{kind}_CACHE_DIR": str(directory / "zig") for kind in ("GLOBAL", "LOCAL")}
     with tempfile.TemporaryDirectory(dir=directory) as scratch:

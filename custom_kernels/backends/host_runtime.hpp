@@ -4,6 +4,7 @@
 // shared counter until none is left, so a core that is busy elsewhere holds nobody up. Which thread runs a threadgroup
 // does not change its result.
 #include <pthread.h>
+#include <signal.h>
 #include <sched.h>
 #include <stdint.h>
 #include <unistd.h>
@@ -107,10 +108,15 @@ void start_workers(int wanted) {
   pthread_attr_init(&attributes);
   pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
   pthread_attr_setstacksize(&attributes, 8 << 20);
+  // Signals belong to Python's main thread: one that a worker took would not wake it from waiting for a line.
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
   for (int i = 1; i < wanted && i < MAX_THREADS; ++i) {
     pthread_t id;
     if (pthread_create(&id, &attributes, worker, (void*)uintptr_t(current_generation())) == 0) ++workers;
   }
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
   pthread_attr_destroy(&attributes);
 }
 

@@ -272,3 +272,17 @@ def test_every_call_is_counted_by_the_path_it_took(backend, rng):
     for rows in (1, 64, 64):
         ck.affine_matmul(normal(rng, rows, 64), *matrix, bits=4, group_size=32, backend=backend)
     assert backend.counters == {("affine_matmul", "mlx"): 1, ("affine_matmul", "blas"): 2}
+
+
+@pytest.mark.parametrize(("columns", "calls"), [(64, 0), (128, 1)])
+def test_narrow_matrices_avoid_mlxs_gpu_product(rng, monkeypatch, columns, calls):
+    """It is wrong for them. Only the choice is seen here: the arithmetic runs on this machine's device."""
+    seen = []
+    product = mx.quantized_matmul
+    monkeypatch.setattr(mx, "quantized_matmul", lambda *a, **k: seen.append(1) or product(*a, **k))
+    matrix = oracle.random_affine(rng, 40, columns, 4, 32, mx.float32)
+    x = normal(rng, 20, columns)
+    gpu = ck.backends.Backend("reference", "gpu", "a stand-in")
+    y = ck.affine_matmul(x, *matrix, bits=4, group_size=32, backend=gpu)
+    assert oracle.relative_error(y, oracle.float64(x) @ oracle.unpack(*matrix, 4, 32).T) < 1e-5
+    assert len(seen) == calls

@@ -50,12 +50,13 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, max_context: bool = 
 
 def open_runner(args: argparse.Namespace, max_context: int | None) -> Runner:
     """A runner over the model that the arguments name; a sentence on stderr where no kernels could be had."""
+    from turbospark_mlx.cli.terminal import compile_notice
     from turbospark_mlx.runner import Runner
     from turbospark_mlx.store import resolve
 
-    runner = Runner.open(
-        resolve(args.model), max_context=max_context, kernels=args.kernels, dtype=args.dtype, verify=args.verify
-    )
+    path = resolve(args.model)
+    with compile_notice():
+        runner = Runner.open(path, max_context=max_context, kernels=args.kernels, dtype=args.dtype, verify=args.verify)
     if args.kernels == "auto" and (report := runner.report()).backend == "reference":
         print(f"note: this runs slowly, on {report.backend_reason}", file=sys.stderr)
     return runner

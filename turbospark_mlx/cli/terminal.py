@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import signal
 import sys
@@ -36,6 +37,33 @@ def interrupt() -> Iterator[threading.Event]:
         yield stopped
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+class _SayOnce(logging.Handler):
+    """One line on stderr at the first record."""
+
+    def __init__(self, line: str):
+        super().__init__()
+        self._line = line
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._line:
+            print(self._line, file=sys.stderr, flush=True)
+            self._line = ""
+
+
+@contextmanager
+def compile_notice() -> Iterator[None]:
+    """Says on stderr, once, that kernels are being compiled, which takes seconds and happens on first use."""
+    logger = logging.getLogger("turbospark_mlx.custom_kernels.backends.compiler")
+    handler, level = _SayOnce("compiling kernels for this machine; they are kept for the next time"), logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
 
 
 @contextmanager
