@@ -1,6 +1,7 @@
-"""Decode and prefill beside mlx-lm on the same weights, in one run, medians of interleaved repeats.
+"""Decode and prefill beside mlx-lm and llama.cpp on the same weights, in one run, medians of interleaved repeats.
 
 python benchmarks/decode.py                        # smollm2-135m, pulled if need be
+python benchmarks/decode.py --gguf SmolLM2-135M-Instruct.Q4_1.gguf   # llama.cpp too
 python benchmarks/decode.py --model ./x.gturbo --prompt-tokens 128 --new-tokens 32 --repeats 5
 """
 
@@ -13,7 +14,7 @@ import time
 from pathlib import Path
 
 import mlx.core as mx
-from peers import mlx_lm_model, mlx_lm_speeds
+from peers import llama_cpp_model, llama_cpp_speeds, mlx_lm_model, mlx_lm_speeds
 
 from turbospark_mlx import Runner
 from turbospark_mlx.store import resolve
@@ -39,6 +40,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--gguf", type=Path, help="also measure llama.cpp on this file of the same model")
     args = parser.parse_args()
 
     path = resolve(args.model)
@@ -48,6 +50,10 @@ def main() -> None:
     for label, dtype in (("mlx-lm float32", mx.float32), ("mlx-lm default", None)):
         model = mlx_lm_model(path, dtype)
         subjects[label] = lambda model=model: mlx_lm_speeds(model, prompt, args.new_tokens)
+
+    if args.gguf:
+        peer = llama_cpp_model(args.gguf, context=len(prompt) + args.new_tokens + 8)
+        subjects["llama.cpp"] = lambda: llama_cpp_speeds(peer, prompt, args.new_tokens)
 
     speeds = {label: [] for label in subjects}
     for _ in range(args.repeats):

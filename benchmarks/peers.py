@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from importlib import import_module
 from pathlib import Path
@@ -70,4 +71,24 @@ def mlx_lm_speeds(model: nn.Module, prompt: list[int], new_tokens: int) -> tuple
     prefilled = time.perf_counter()
     for _ in steps:
         pass
+    return len(prompt) / (prefilled - start), new_tokens / (time.perf_counter() - prefilled)
+
+
+def llama_cpp_model(gguf: Path, context: int):
+    """llama.cpp on a GGUF file, with as many threads as there are cores. Needs ``pip install llama-cpp-python``."""
+    from llama_cpp import Llama
+
+    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return Llama(str(gguf), n_ctx=context, n_threads=threads, n_threads_batch=threads, verbose=False)
+
+
+def llama_cpp_speeds(model, prompt: list[int], new_tokens: int) -> tuple[float, float]:
+    """(prefill, decode) in tokens a second, greedy."""
+    model.reset()
+    start = time.perf_counter()
+    steps = model.generate(prompt, temp=0.0, reset=False)
+    next(steps)
+    prefilled = time.perf_counter()
+    for _ in range(new_tokens):
+        next(steps)
     return len(prompt) / (prefilled - start), new_tokens / (time.perf_counter() - prefilled)
