@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -42,8 +43,11 @@ def select(kernels: str = "auto") -> Backend:
     """Choose the back end for ``kernels``: ``"auto"``, ``"metal"``, ``"cuda"``, ``"host"`` or ``"reference"``.
 
     ``"auto"`` takes the one of MLX's default device; on a CPU without a C++ compiler it takes ``"reference"`` and says
-    what to install. Raises BackendError for a name that does not exist or that cannot run on this machine.
+    what to install. For debugging, the environment variable ``TURBOSPARK_KERNELS`` says what ``"auto"`` takes. Raises
+    BackendError for a name that does not exist or that cannot run on this machine.
     """
+    if kernels == "auto":
+        kernels = os.environ.get("TURBOSPARK_KERNELS") or "auto"
     if kernels not in KERNELS:
         raise BackendError(f"kernels={kernels!r}: no such back end; choose one of {', '.join(KERNELS)}")
     on_gpu = mx.default_device().type == mx.DeviceType.gpu

@@ -41,6 +41,17 @@ def test_select_names_what_exists():
         ck.backends.select("warp")
 
 
+def test_the_environment_says_what_auto_takes(monkeypatch):
+    monkeypatch.setenv("TURBOSPARK_KERNELS", "reference")
+    assert ck.backends.select("auto").name == ck.backends.select().name == "reference"
+    monkeypatch.setenv("TURBOSPARK_KERNELS", "warp")
+    with pytest.raises(BackendError, match="warp"):
+        ck.backends.select("auto")
+    assert ck.backends.select("reference").name == "reference"
+    monkeypatch.setenv("TURBOSPARK_KERNELS", "")
+    assert ck.backends.select("auto").name in ck.backends.KERNELS[1:]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("group_size", [32, 64, 128])
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
