@@ -10,7 +10,6 @@ from __future__ import annotations
 import operator
 import os
 import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -154,21 +153,19 @@ class Runner:
                 install, backend=backend, dtype=activations, fused=fused, max_context=limit.tokens, progress=progress
             )
             runner = cls(model, max_context=limit, prefill_chunk=prefill_chunk, install=install)
+            runner._compile_kernels()
             stack.pop_all()
-        runner._compile_kernels()
         return runner
 
     def _compile_kernels(self) -> None:
         """Run one token and a few together, so that no kernel is compiled in the middle of an answer."""
         if self.model.backend.launch is None:
             return
-        counters = Counter(self.model.backend.counters)
         for length in WARM_UP_ROWS:
             if length <= self.max_context:
                 caches = self.model.make_cache(length)
                 mx.eval(self.model(mx.zeros((1, length), mx.int32), cache=caches))
         self.model.backend.counters.clear()
-        self.model.backend.counters.update(counters)
 
     @property
     def max_context(self) -> int:

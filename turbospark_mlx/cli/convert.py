@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from turbospark_mlx.cli.options import add_conversion_arguments
+
 HELP = "convert a checkpoint (safetensors, MLX-quantized, GGUF, another install) to a .gturbo install"
 
 EPILOG = """\
@@ -26,20 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a Hugging Face directory, a .gguf file, a .gturbo directory, or a hub repository owner/name",
     )
     parser.add_argument("dest", metavar="DEST", help="the .gturbo directory to write")
-    parser.add_argument(
-        "--bits", type=int, choices=(4, 8, 16), help="bits of every matrix; 16 keeps unquantized weights as they are"
-    )
-    parser.add_argument(
-        "--group-size", type=int, choices=(32, 64, 128), help="input columns that share a scale and a bias (64)"
-    )
-    parser.add_argument(
-        "--companion-dtype", choices=("bfloat16", "float16"), help="dtype of the scales and biases (bfloat16)"
-    )
-    parser.add_argument(
-        "--elder-compatible",
-        action="store_true",
-        help="write only what turbo-fieldfare and turbospark read, or refuse and say what stands in the way",
-    )
+    add_conversion_arguments(parser)
     parser.add_argument("--overwrite", action="store_true", help="replace DEST if it is an install")
     parser.add_argument("--quiet", action="store_true", help="no progress bar and no report")
 

@@ -48,6 +48,24 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, max_context: bool = 
     parser.set_defaults(usage_error=parser.error)
 
 
+def add_conversion_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the weights become."""
+    parser.add_argument(
+        "--bits", type=int, choices=(4, 8, 16), help="bits of every matrix; 16 keeps unquantized weights as they are"
+    )
+    parser.add_argument(
+        "--group-size", type=int, choices=(32, 64, 128), help="input columns that share a scale and a bias (64)"
+    )
+    parser.add_argument(
+        "--companion-dtype", choices=("bfloat16", "float16"), help="dtype of the scales and biases (bfloat16)"
+    )
+    parser.add_argument(
+        "--elder-compatible",
+        action="store_true",
+        help="write only what turbo-fieldfare and turbospark read, or refuse and say what stands in the way",
+    )
+
+
 def open_runner(args: argparse.Namespace, max_context: int | None) -> Runner:
     """A runner over the model that the arguments name; a sentence on stderr where no kernels could be had."""
     from turbospark_mlx.cli.terminal import compile_notice

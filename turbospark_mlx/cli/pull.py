@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from turbospark_mlx.cli.options import add_conversion_arguments
+
 HELP = "fetch a model, convert it, and keep it under an alias"
 
 EPILOG = """\
@@ -23,18 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", help="what to fetch")
     parser.add_argument("--as", dest="alias", metavar="ALIAS", help="what to call it (its own name)")
     parser.add_argument("--revision", help="branch, tag or commit of a hub repository (its main branch)")
-    parser.add_argument(
-        "--bits", type=int, choices=(4, 8, 16), help="bits of every matrix; 16 keeps unquantized weights"
-    )
-    parser.add_argument(
-        "--group-size", type=int, choices=(32, 64, 128), help="input columns that share a scale and a bias (64)"
-    )
-    parser.add_argument(
-        "--companion-dtype", choices=("bfloat16", "float16"), help="dtype of the scales and biases (bfloat16)"
-    )
-    parser.add_argument(
-        "--elder-compatible", action="store_true", help="write only what turbo-fieldfare and turbospark read"
-    )
+    add_conversion_arguments(parser)
     parser.add_argument("--overwrite", action="store_true", help="replace the model that has this alias")
     parser.add_argument(
         "--keep-download", action="store_true", help="keep the downloaded file in $TURBOSPARK_HOME/downloads"
