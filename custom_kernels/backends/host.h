@@ -70,6 +70,10 @@ METAL_FUNC float simd_sum(float value) {
   return value;
 }
 
+METAL_FUNC float simd_max(float value) {
+  return value;
+}
+
 template <typename T>
 METAL_FUNC T min(T a, T b) {
   return b < a ? b : a;
