@@ -99,7 +99,7 @@ def plan(
     if backend == "host":
         # A few threadgroups a core, so that one that is busy elsewhere does not hold the others up.
         groups = max(1, min(out, 4 * thread_count(), most * out * columns // PRODUCTS_PER_GROUP))
-        sizes = Sizes(1, 1, -(-out // groups), 0)
+        sizes = Sizes(1, 1, 0, 0)
     else:
         sizes = sizes or sizes_on_gpu(most, columns, out, bits, gated)
         groups = -(-out // (sizes.rows * sizes.simdgroups * sizes.passes))
@@ -112,6 +112,7 @@ def plan(
         template=(
             ("T", dtype),
             ("S", companion),
+            ("G", norm_dtype or mx.float32),
             ("K", columns),
             ("N", 2 * out if gated else out),
             ("M", most),
@@ -119,6 +120,7 @@ def plan(
             ("GROUP", group_size),
             ("ROWS", sizes.rows),
             ("SIMDS", sizes.simdgroups),
+            ("PASSES", sizes.passes),
             ("AHEAD", sizes.ahead),
             ("TILE", tile),
             ("NORM", norm_dtype is not None),

@@ -41,14 +41,22 @@ METAL_FUNC float max_abs(Eight, float most) {
 }
 
 template <typename T>
-METAL_FUNC Eight load_eight(const T* from) {
+struct Packed {
+  Eight values;
+};
+
+template <typename T>
+METAL_FUNC void load_eight(const T* from, Packed<T>& to) {
   float values[8];
   for (int i = 0; i < 8; ++i) {
     values[i] = float(from[i]);
   }
-  Eight to;
   memcpy(&to, values, sizeof to);
-  return to;
+}
+
+template <typename T>
+METAL_FUNC Eight unpack_eight(const Packed<T>& from) {
+  return from.values;
 }
 
 METAL_FUNC void store_eight(float* to, Eight values, float scale, float offset) {

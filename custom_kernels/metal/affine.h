@@ -52,38 +52,60 @@ METAL_FUNC float max_abs(Eight a, float most) {
   return most;
 }
 
+// Eight values as they lie in memory.
+template <typename T>
+struct Packed {
+  uint4 pairs;
+};
+
+template <>
+struct Packed<float> {
+  Eight values;
+};
+
+template <typename T>
+METAL_FUNC uint load_pair(const device T* from) {
+  return uint(as_type<ushort>(from[0])) | (uint(as_type<ushort>(from[1])) << 16);
+}
+
+// One access where the address allows it.
+template <typename T>
+METAL_FUNC void load_eight(const device T* from, thread Packed<T>& to) {
+  if ((reinterpret_cast<ulong>(from) & 15) == 0) {
+    to.pairs = *(const device uint4*)from;
+  } else {
+    to.pairs.x = load_pair(from);
+    to.pairs.y = load_pair(from + 2);
+    to.pairs.z = load_pair(from + 4);
+    to.pairs.w = load_pair(from + 6);
+  }
+}
+
+METAL_FUNC void load_eight(const device float* from, thread Packed<float>& to) {
+  UNROLL
+  for (int i = 0; i < 8; ++i) {
+    to.values.values[i] = from[i];
+  }
+}
+
 template <typename T>
 METAL_FUNC void unpack_pair(uint pair, thread float* values) {
   values[0] = float(as_type<T>(ushort(pair & 0xffffu)));
   values[1] = float(as_type<T>(ushort(pair >> 16)));
 }
 
-METAL_FUNC Eight load_eight(const device float* from) {
+template <typename T>
+METAL_FUNC Eight unpack_eight(thread const Packed<T>& from) {
   Eight to;
-  UNROLL
-  for (int i = 0; i < 8; ++i) {
-    to.values[i] = from[i];
-  }
+  unpack_pair<T>(from.pairs.x, to.values);
+  unpack_pair<T>(from.pairs.y, to.values + 2);
+  unpack_pair<T>(from.pairs.z, to.values + 4);
+  unpack_pair<T>(from.pairs.w, to.values + 6);
   return to;
 }
 
-// One access where the address allows it.
-template <typename T>
-METAL_FUNC Eight load_eight(const device T* from) {
-  Eight to;
-  if ((reinterpret_cast<ulong>(from) & 15) == 0) {
-    const uint4 pairs = *(const device uint4*)from;
-    unpack_pair<T>(pairs.x, to.values);
-    unpack_pair<T>(pairs.y, to.values + 2);
-    unpack_pair<T>(pairs.z, to.values + 4);
-    unpack_pair<T>(pairs.w, to.values + 6);
-  } else {
-    UNROLL
-    for (int i = 0; i < 8; ++i) {
-      to.values[i] = float(from[i]);
-    }
-  }
-  return to;
+METAL_FUNC Eight unpack_eight(thread const Packed<float>& from) {
+  return from.values;
 }
 
 // scale * values + offset

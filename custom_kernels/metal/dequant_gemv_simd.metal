@@ -14,7 +14,7 @@
     constexpr bool WHOLE = TILE == BLOCKS, EVEN = WHOLE && BLOCKS % SIMD_WIDTH == 0, SCALED = staged_as_half<T>();
     constexpr int CENTER = center<BITS, T>();
     // Whether a thread keeps what it reads of x until the norm and the scale are known.
-    constexpr bool HELD = WHOLE && M == 1 && LOADS <= 8 && (NORM || SCALED);
+    constexpr bool HELD = WHOLE && M == 1 && LOADS * sizeof(T) <= 16 && (NORM || SCALED);
     constexpr uint BATCH = HELD ? LOADS : 1;
     threadgroup Chunk<T> staged[M * LANES * 4];
     threadgroup float block_sums[M * TILE];
@@ -25,7 +25,8 @@
     const uint simd = simdgroup_index_in_threadgroup;
     const uint self = simd * SIMD_WIDTH + lane;
     const uint present = min(uint(M), uint(x_shape[0]));
-    const uint per_pass = threadgroups_per_grid.x * SIMDS * ROWS, passes = (OUT + per_pass - 1) / per_pass;
+    const uint per_pass = threadgroups_per_grid.x * SIMDS * ROWS;
+    const uint passes = PASSES > 0 ? PASSES : (OUT + per_pass - 1) / per_pass;
     uint first = (threadgroup_position_in_grid.x * passes * SIMDS + simd) * ROWS;
 
     Block<BITS, S> blocks[SLOTS][READ];
@@ -43,7 +44,8 @@
 
     // Staged activations are x * norm_weight * factor, and the sums over them miss ``total``.
     float factor[M], total[M];
-    Eight held[BATCH];
+    Packed<T> values[BATCH * M];
+    Packed<G> weights[BATCH];
     UNROLL
     for (uint m = 0; m < M; ++m) {
       factor[m] = total[m] = 1.0f;
@@ -63,12 +65,24 @@
           if (chunk < BLOCKS * 4) {
             UNROLL
             for (uint m = 0; m < M; ++m) {
-              held[i] = load_eight(x + min(m, present - 1) * K + chunk * 8);
+              load_eight(x + min(m, present - 1) * K + chunk * 8, values[i * M + m]);
+            }
+            if (NORM) {
+              load_eight(norm_weight + chunk * 8, weights[i]);
+            }
+          }
+        }
+        UNROLL
+        for (uint i = 0; i < BATCH; ++i) {
+          if (start + i * THREADS < BLOCKS * 4) {
+            UNROLL
+            for (uint m = 0; m < M; ++m) {
+              Eight value = unpack_eight(values[i * M + m]);
               if (NORM) {
-                squares[m] = add_squares(held[i], squares[m]);
-                held[i] = held[i] * load_eight(norm_weight + chunk * 8);
+                squares[m] = add_squares(value, squares[m]);
+                value = value * unpack_eight(weights[i]);
               }
-              peak[m] = max_abs(held[i], peak[m]);
+              peak[m] = max_abs(value, peak[m]);
             }
           }
         }
@@ -127,18 +141,28 @@
             for (uint i = 0; i < BATCH; ++i) {
               const uint chunk = start + i * THREADS + self;
               const bool there = chunk < min(uint(TILE), BLOCKS - tile) * 4;
+              if (!HELD && there) {
+                UNROLL
+                for (uint m = 0; m < M; ++m) {
+                  load_eight(x + min(m, present - 1) * K + tile * 32 + chunk * 8, values[i * M + m]);
+                }
+                if (NORM) {
+                  load_eight(norm_weight + tile * 32 + chunk * 8, weights[i]);
+                }
+              }
               UNROLL
               for (uint m = 0; m < M; ++m) {
                 float sum = 0.0f;
                 if (there) {
-                  if (!HELD) {
-                    held[i] = load_eight(x + min(m, present - 1) * K + tile * 32 + chunk * 8);
-                    if (NORM) {
-                      held[i] = held[i] * load_eight(norm_weight + tile * 32 + chunk * 8);
-                    }
+                  Eight value = unpack_eight(values[i * M + m]);
+                  if (NORM) {
+                    value = value * unpack_eight(weights[i]);
+                  }
+                  if (SCALED) {
+                    value = value * factor[m];
                   }
                   threadgroup Chunk<T>& place = staged[m * LANES * 4 + chunk_slot(chunk / 4, chunk % 4)];
-                  sum = store_chunk<BITS>(place, SCALED ? held[i] * factor[m] : held[i]);
+                  sum = store_chunk<BITS>(place, value);
                 }
                 store_block_sum(block_sums + m * TILE, chunk, there, sum);
               }
@@ -150,26 +174,31 @@
         for (uint step = 0; step < STEPS; ++step) {
           const uint local = step * SIMD_WIDTH + lane, block = tile + local;
           if (EVEN || block < BLOCKS) {
+            float scale[READ], offset[READ];
             UNROLL
             for (uint r = 0; r < READ; ++r) {
               if (AHEAD == 0) {
                 load_block<BITS, GROUP, BLOCKS>(w, scales, biases, rows[r], block, blocks[0][r]);
               }
-              const float scale = float(blocks[step % SLOTS][r].scale);
-              float offset = float(blocks[step % SLOTS][r].offset);
+              scale[r] = float(blocks[step % SLOTS][r].scale);
+              offset[r] = float(blocks[step % SLOTS][r].offset);
               if (CENTER > 0) {
-                offset += CENTER * scale;
+                offset[r] += CENTER * scale[r];
               }
+            }
+            UNROLL
+            for (uint m = 0; m < M; ++m) {
+              const float sum = block_sums[m * TILE + local];
               UNROLL
-              for (uint m = 0; m < M; ++m) {
+              for (uint r = 0; r < READ; ++r) {
                 Partial dot = empty_partial();
                 UNROLL
                 for (uint j = 0; j < 4; ++j) {
                   threadgroup const Chunk<T>& chunk = staged[m * LANES * 4 + chunk_slot(local, j)];
                   dot = dot_chunk<BITS>(blocks[step % SLOTS][r].words, j, chunk, dot);
                 }
-                products[r][m] += scale * dot;
-                offsets[r][m] += offset * block_sums[m * TILE + local];
+                products[r][m] += scale[r] * dot;
+                offsets[r][m] += offset[r] * sum;
               }
             }
           }
