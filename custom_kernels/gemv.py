@@ -16,7 +16,7 @@ KERNEL = Kernel(
     "dequant_gemv_simd",
     inputs=("w", "scales", "biases", "x", "norm_weight", "bias", "residual"),
     outputs=("y",),
-    headers=("affine", "affine_block"),
+    headers=("eight", "affine", "affine_block"),
 )
 ROWS = 8
 """Rows of x up to which the kernel is used: more belong to a matrix product."""

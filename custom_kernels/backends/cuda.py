@@ -38,7 +38,7 @@ def _function(kernel: Kernel, absent: tuple[str, ...]):
     return mx.fast.cuda_kernel(
         name=kernel.name,
         input_names=[name for name in kernel.inputs if name not in absent],
-        output_names=list(kernel.outputs),
+        output_names=[name for name in kernel.outputs if name not in absent],
         source=ATTRIBUTES + translate(null_pointers(absent) + kernel.source),
         header=header(kernel),
         ensure_row_contiguous=not kernel.strided,

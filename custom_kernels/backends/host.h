@@ -106,3 +106,15 @@ METAL_FUNC float exp(float x) {
   const float power = as_type<float>(as_type<uint>(p) + (uint(int(n)) << 23));
   return x != x ? x : x < lowest ? 0.0f : x > highest ? INFINITY : power;
 }
+
+// A polynomial near 0, where the other form would lose digits (Cephes).
+METAL_FUNC float tanh(float x) {
+  const float z = x * x;
+  float p = -5.70498872745e-3f;
+  p = __builtin_fmaf(p, z, 2.06390887954e-2f);
+  p = __builtin_fmaf(p, z, -5.37397155531e-2f);
+  p = __builtin_fmaf(p, z, 1.33314422036e-1f);
+  p = __builtin_fmaf(p, z, -3.33332819422e-1f);
+  const float near = __builtin_fmaf(p * z, x, x), far = 1.0f - 2.0f / (exp(2.0f * x) + 1.0f);
+  return z < 0.39f ? near : far;
+}

@@ -26,7 +26,7 @@ TYPES = {
     mx.uint32: "uint",
     mx.int32: "int",
 }
-NUMPY_TYPES = {mx.float32: np.float32, mx.int32: np.int32}
+NUMPY_TYPES = {mx.float32: np.float32, mx.int32: np.int32, mx.uint32: np.uint32}
 SHAPE, STRIDES = 1, 2
 
 
@@ -86,13 +86,13 @@ def source_text(call: Launch) -> str:
         else:
             parts.append(f"constexpr {'bool' if isinstance(value, bool) else 'int'} {name} = {int(value)};")
     arguments = []
-    for name, dtype in call.present:
+    for name, dtype in call.inputs:
         arguments.append((f"const {TYPES[dtype]}*", name))
         if kernel.reads(name, "shape"):
             arguments.append(("const int*", f"{name}_shape"))
         if kernel.reads(name, "strides"):
             arguments.append(("const int64_t*", f"{name}_strides"))
-    for name, dtype in zip(kernel.outputs, call.output_dtypes, strict=True):
+    for name, dtype, _ in call.outputs:
         arguments.append((f"{TYPES[dtype]}*", name))
     declared = ", ".join(" ".join(argument) for argument in arguments)
     passed = ", ".join(f"({kind})buffers[{i}]" for i, (kind, _) in enumerate(arguments))
@@ -122,10 +122,10 @@ def _prepared(call: Launch) -> tuple[int, bytes, tuple]:
     """The address of the compiled kernel, how it reads each input, and the types of its outputs for numpy."""
     library = _compiled(source_text(call), call.kernel.name)
     address = ctypes.cast(library.run, ctypes.c_void_p).value
-    outputs = tuple(zip(call.output_shapes, (NUMPY_TYPES[dtype] for dtype in call.output_dtypes), strict=True))
+    outputs = tuple((shape, NUMPY_TYPES[dtype]) for _, dtype, shape in call.outputs)
     reads = [
         SHAPE * call.kernel.reads(name, "shape") | STRIDES * call.kernel.reads(name, "strides")
-        for name, _ in call.present
+        for name, _ in call.inputs
     ]
     return address, bytes(reads), outputs
 

@@ -29,8 +29,8 @@ def read_source(path: Path) -> str:
 
 
 def null_pointers(names: tuple[str, ...]) -> str:
-    """Declarations that let a body name inputs which its launch leaves out."""
-    return "".join(f"const device float* {name} = nullptr;\n" for name in names)
+    """Declarations that let a body name arrays which its launch leaves out."""
+    return "".join(f"device float* {name} = nullptr;\n" for name in names)
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,9 @@ class Launch:
     """One call of a kernel, without its arrays. Ops make one for each combination of sizes and keep it.
 
     ``template`` gives the compile-time parameters in order. The grid is ``groups`` threadgroups (x, y) of
-    ``simdgroups`` simdgroups each; the host back end runs a threadgroup as one simdgroup of one lane. An input
-    that this launch does not read has None for its dtype, and None is passed for it: fewer arguments cost less time.
+    ``simdgroups`` simdgroups each; the host back end runs a threadgroup as one simdgroup of one lane. An array
+    that this launch does not use has None for its dtype: None is passed for an input, an output is not returned. Fewer
+    arguments cost less time.
     """
 
     kernel: Kernel
@@ -76,18 +77,25 @@ class Launch:
     simdgroups: int
     input_dtypes: tuple[mx.Dtype | None, ...]
     output_shapes: tuple[tuple[int, ...], ...]
-    output_dtypes: tuple[mx.Dtype, ...]
+    output_dtypes: tuple[mx.Dtype | None, ...]
+
+    @cached_property
+    def inputs(self) -> tuple[tuple[str, mx.Dtype], ...]:
+        """The names and dtypes of the inputs that are passed."""
+        pairs = zip(self.kernel.inputs, self.input_dtypes, strict=True)
+        return tuple((name, dtype) for name, dtype in pairs if dtype is not None)
+
+    @cached_property
+    def outputs(self) -> tuple[tuple[str, mx.Dtype, tuple[int, ...]], ...]:
+        """The names, dtypes and shapes of the outputs that are returned."""
+        triples = zip(self.kernel.outputs, self.output_dtypes, self.output_shapes, strict=True)
+        return tuple(triple for triple in triples if triple[1] is not None)
 
     @cached_property
     def absent(self) -> tuple[str, ...]:
-        """The inputs that are left out."""
-        return tuple(name for name, dtype in zip(self.kernel.inputs, self.input_dtypes, strict=True) if dtype is None)
-
-    @cached_property
-    def present(self) -> tuple[tuple[str, mx.Dtype], ...]:
-        """The inputs that are passed, with their dtypes."""
-        pairs = zip(self.kernel.inputs, self.input_dtypes, strict=True)
-        return tuple((name, dtype) for name, dtype in pairs if dtype is not None)
+        """The arrays that are left out."""
+        used = {name for name, *_ in (*self.inputs, *self.outputs)}
+        return tuple(name for name in (*self.kernel.inputs, *self.kernel.outputs) if name not in used)
 
 
 def bind(function: Callable[..., list[mx.array]], call: Launch) -> Callable[..., list[mx.array]]:
@@ -99,8 +107,8 @@ def bind(function: Callable[..., list[mx.array]], call: Launch) -> Callable[...,
         # MLX counts threads, and makes threadgroups smaller without a word where the grid is smaller than one.
         grid=(call.groups[0] * threads, call.groups[1], 1),
         threadgroup=(threads, 1, 1),
-        output_shapes=list(call.output_shapes),
-        output_dtypes=list(call.output_dtypes),
+        output_shapes=[shape for _, _, shape in call.outputs],
+        output_dtypes=[dtype for _, dtype, _ in call.outputs],
     )
 
 

@@ -15,7 +15,7 @@ def _function(kernel: Kernel, absent: tuple[str, ...]):
     return mx.fast.metal_kernel(
         name=kernel.name,
         input_names=[name for name in kernel.inputs if name not in absent],
-        output_names=list(kernel.outputs),
+        output_names=[name for name in kernel.outputs if name not in absent],
         source=null_pointers(absent) + kernel.source,
         header="\n".join(headers),
         ensure_row_contiguous=not kernel.strided,

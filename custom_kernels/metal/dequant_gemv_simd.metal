@@ -79,7 +79,7 @@
             for (uint m = 0; m < M; ++m) {
               Eight value = unpack_eight(values[i * M + m]);
               if (NORM) {
-                squares[m] = add_squares(value, squares[m]);
+                squares[m] = add_products(value, value, squares[m]);
                 value = value * unpack_eight(weights[i]);
               }
               peak[m] = max_abs(value, peak[m]);

@@ -40,6 +40,7 @@ float fabs(float);
 half2 fma(half2, half2, half2);
 float rsqrt(float);
 float exp(float);
+float tanh(float);
 template <typename T>
 T min(T, T);
 template <typename T>
