@@ -8,17 +8,19 @@ from turbospark_mlx.custom_kernels import backends
 from turbospark_mlx.custom_kernels.affine import affine_embedding, affine_matmul, gated_affine_matmul
 from turbospark_mlx.custom_kernels.dense import dense_matmul
 from turbospark_mlx.custom_kernels.norm import rms_norm
-from turbospark_mlx.custom_kernels.rotary import qkv_epilogue, rotation_table
+from turbospark_mlx.custom_kernels.rotary import appends, qkv_append, qkv_epilogue, rotation_table
 from turbospark_mlx.custom_kernels.sdpa import attention, cache_attention
 
 __all__ = [
     "affine_embedding",
     "affine_matmul",
+    "appends",
     "attention",
     "backends",
     "cache_attention",
     "dense_matmul",
     "gated_affine_matmul",
+    "qkv_append",
     "qkv_epilogue",
     "rms_norm",
     "rotation_table",
