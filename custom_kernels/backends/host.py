@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from turbospark_mlx.custom_kernels.backends import compiler
-from turbospark_mlx.custom_kernels.backends.kernel import METAL, Launch, read_source
+from turbospark_mlx.custom_kernels.backends.kernel import METAL, Launch, given, null_pointers, read_source
 from turbospark_mlx.errors import BackendError
 
 HERE = Path(__file__).parent
@@ -86,7 +86,7 @@ def source_text(call: Launch) -> str:
         else:
             parts.append(f"constexpr {'bool' if isinstance(value, bool) else 'int'} {name} = {int(value)};")
     arguments = []
-    for name, dtype in zip(kernel.inputs, call.input_dtypes, strict=True):
+    for name, dtype in call.present:
         arguments.append((f"const {TYPES[dtype]}*", name))
         if kernel.reads(name, "shape"):
             arguments.append(("const int*", f"{name}_shape"))
@@ -99,7 +99,7 @@ def source_text(call: Launch) -> str:
     parts.append(f"""
 static void threadgroup_body({declared}, const uint3 threadgroup_position_in_grid, const uint3 threadgroups_per_grid) {{
 constexpr uint thread_index_in_simdgroup = 0, simdgroup_index_in_threadgroup = 0, simdgroups_per_threadgroup = 1;
-#line 1 "{kernel.name}.metal"
+{null_pointers(call.absent)}#line 1 "{kernel.name}.metal"
 {kernel.source}
 }}
 
@@ -125,16 +125,17 @@ def _prepared(call: Launch) -> tuple[int, bytes, tuple]:
     outputs = tuple(zip(call.output_shapes, (NUMPY_TYPES[dtype] for dtype in call.output_dtypes), strict=True))
     reads = [
         SHAPE * call.kernel.reads(name, "shape") | STRIDES * call.kernel.reads(name, "strides")
-        for name in call.kernel.inputs
+        for name, _ in call.present
     ]
     return address, bytes(reads), outputs
 
 
-def run(call: Launch, inputs: tuple[mx.array, ...]) -> tuple[np.ndarray, ...]:
+def run(call: Launch, inputs: tuple[mx.array | None, ...]) -> tuple[np.ndarray, ...]:
     """Run one kernel, wait for it, and return its outputs."""
     address, reads, made = _prepared(call)
     outputs = tuple(np.empty(shape, dtype) for shape, dtype in made)
     launcher, threads = _runtime()
+    inputs = tuple(given(inputs))
     while status := launcher(address, inputs, reads, outputs, *call.groups, threads):
         index = status - 1
         inputs = (*inputs[:index], mx.contiguous(inputs[index]), *inputs[index + 1 :])
@@ -146,6 +147,6 @@ def prepare(call: Launch) -> None:
     _prepared(call)
 
 
-def launch(call: Launch, inputs: tuple[mx.array, ...]) -> list[mx.array]:
+def launch(call: Launch, inputs: tuple[mx.array | None, ...]) -> list[mx.array]:
     """`run` with its outputs as MLX arrays."""
     return [mx.array(output) for output in run(call, inputs)]

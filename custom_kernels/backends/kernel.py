@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property, partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -28,13 +28,19 @@ def read_source(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
+def null_pointers(names: tuple[str, ...]) -> str:
+    """Declarations that let a body name inputs which its launch leaves out."""
+    return "".join(f"const device float* {name} = nullptr;\n" for name in names)
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One file of ``metal/``, whose text is the body of a kernel function.
 
     The body names its inputs, its outputs, the template parameters of the launch and Metal's thread attributes.
     ``headers`` are files of ``metal/``; a back end may have its own version of one. A body that names ``NAME_shape`` or
-    ``NAME_strides`` (in elements) is given them. If it names strides at all, no input is made contiguous for it.
+    ``NAME_strides`` (in elements) is given them. If it names strides at all, no input is made contiguous for it. Inputs
+    whose shape and strides it does not name can be left out of a launch.
     """
 
     name: str
@@ -60,25 +66,35 @@ class Launch:
     """One call of a kernel, without its arrays. Ops make one for each combination of sizes and keep it.
 
     ``template`` gives the compile-time parameters in order. The grid is ``groups`` threadgroups (x, y) of
-    ``simdgroups`` simdgroups each; the host back end runs a threadgroup as one simdgroup of one lane.
+    ``simdgroups`` simdgroups each; the host back end runs a threadgroup as one simdgroup of one lane. An input
+    that this launch does not read has None for its dtype, and None is passed for it: fewer arguments cost less time.
     """
 
     kernel: Kernel
     template: Template
     groups: tuple[int, int]
     simdgroups: int
-    input_dtypes: tuple[mx.Dtype, ...]
+    input_dtypes: tuple[mx.Dtype | None, ...]
     output_shapes: tuple[tuple[int, ...], ...]
     output_dtypes: tuple[mx.Dtype, ...]
 
+    @cached_property
+    def absent(self) -> tuple[str, ...]:
+        """The inputs that are left out."""
+        return tuple(name for name, dtype in zip(self.kernel.inputs, self.input_dtypes, strict=True) if dtype is None)
 
-def launch_on_gpu(
-    function: Callable[..., list[mx.array]], call: Launch, inputs: tuple[mx.array, ...]
-) -> list[mx.array]:
-    """Add one kernel to the graph. ``function`` is what `mx.fast.metal_kernel` or `mx.fast.cuda_kernel` returned."""
+    @cached_property
+    def present(self) -> tuple[tuple[str, mx.Dtype], ...]:
+        """The inputs that are passed, with their dtypes."""
+        pairs = zip(self.kernel.inputs, self.input_dtypes, strict=True)
+        return tuple((name, dtype) for name, dtype in pairs if dtype is not None)
+
+
+def bind(function: Callable[..., list[mx.array]], call: Launch) -> Callable[..., list[mx.array]]:
+    """What `mx.fast.metal_kernel` or `mx.fast.cuda_kernel` returned, with everything but ``inputs`` settled."""
     threads = call.simdgroups * SIMD_WIDTH
-    return function(
-        inputs=list(inputs),
+    return partial(
+        function,
         template=list(call.template),
         # MLX counts threads, and makes threadgroups smaller without a word where the grid is smaller than one.
         grid=(call.groups[0] * threads, call.groups[1], 1),
@@ -86,3 +102,8 @@ def launch_on_gpu(
         output_shapes=list(call.output_shapes),
         output_dtypes=list(call.output_dtypes),
     )
+
+
+def given(inputs: tuple[mx.array | None, ...]) -> list[mx.array]:
+    """The inputs that are there."""
+    return [array for array in inputs if array is not None]
