@@ -65,7 +65,7 @@ def plan(
     shape: tuple[int, ...],
     eps: float,
     parameters: tuple[tuple[str, int | bool], ...],
-    input_dtypes: tuple[mx.Dtype, ...],
+    input_dtypes: tuple[mx.Dtype | None, ...],
     outputs: tuple[tuple[str, mx.Dtype], ...],
 ) -> Launch:
     """The launch of either kernel for ``x`` of ``shape``; ``outputs`` names the template parameter of each dtype."""
@@ -97,8 +97,7 @@ def plan(
 def _run(x, weight, *, eps: float, centered=False, gate=None, activation=0, residual=None, scale=None, backend):
     """``rms_norm`` with all that it can do."""
     dtype = x.dtype if residual is None else residual.dtype
-    # An input that the variant does not read still needs an array.
-    given = (x, *(x if a is None else a for a in (weight, gate, residual, scale)))
+    given = (x, weight, gate, residual, scale)
     parameters = (
         ("WEIGHTS", 0 if weight is None else weight.size // x.shape[-1]),
         ("CENTERED", centered),
@@ -106,7 +105,7 @@ def _run(x, weight, *, eps: float, centered=False, gate=None, activation=0, resi
         ("RESIDUAL", residual is not None),
         ("SCALED", scale is not None),
     )
-    dtypes = tuple(a.dtype for a in given)
+    dtypes = tuple(None if a is None else a.dtype for a in given)
     return backend.launch(plan(backend.name, NORM, x.shape, eps, parameters, dtypes, (("O", dtype),)), given)[0]
 
 
