@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from math import gcd
-from typing import NamedTuple
+from math import gcd, prod
+from typing import Literal, NamedTuple
 
 import mlx.core as mx
 
@@ -15,9 +15,13 @@ from turbospark_mlx.custom_kernels.backends.kernel import SIMD_WIDTH, Kernel, La
 KERNEL = Kernel(
     "dequant_gemv_simd",
     inputs=("w", "scales", "biases", "x", "norm_weight", "bias", "residual"),
-    outputs=("y",),
-    headers=("eight", "affine", "affine_block"),
+    outputs=("y", "largest", "largest_row"),
+    headers=("eight", "affine", "affine_block", "activation"),
 )
+COMBINE = Kernel("greedy_head_combine", inputs=("largest", "largest_row"), outputs=("ids",))
+Activation = Literal["silu", "gelu_tanh", "gelu_erf", "clamped_swiglu"]
+ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "gelu_erf", "clamped_swiglu")
+"""In the order of ``metal/activation.h``."""
 ROWS = 8
 """Rows of x up to which the kernel is used: more belong to a matrix product."""
 TOGETHER = {"metal": (1, 2, 4, 8), "cuda": (1, 2, 4, 8), "host": (1, 4)}
@@ -36,6 +40,17 @@ def serves(x: mx.array, weight: mx.array, backend: Backend) -> bool:
         and weight.size >= 8
         and (backend.device == "gpu" or x.dtype == mx.float32)
     )
+
+
+class Form(NamedTuple):
+    """What stands around a product, as far as it decides about the kernel's text."""
+
+    eps: float = 0.0
+    activation: Activation | None = None
+    limit: float = 0.0
+    softcap: float | None = None
+    residual: bool = False
+    argmax: bool = False
 
 
 class Sizes(NamedTuple):
@@ -84,9 +99,7 @@ def plan(
     out: int,
     bits: int,
     group_size: int,
-    gated: bool,
-    eps: float,
-    residual: bool,
+    form: Form,
     companion: mx.Dtype,
     dtype: mx.Dtype,
     norm_dtype: mx.Dtype | None,
@@ -94,7 +107,7 @@ def plan(
     sizes: Sizes | None = None,
 ) -> Launch:
     """The launch for ``x`` of ``shape``, whose rows, at most ``most``, are read together."""
-    columns = shape[-1]
+    columns, gated = shape[-1], form.activation is not None
     blocks, tile = columns // 32, staged_blocks(backend, most, columns, dtype)
     if backend == "host":
         # A few threadgroups a core, so that one that is busy elsewhere does not hold the others up.
@@ -124,16 +137,36 @@ def plan(
             ("AHEAD", sizes.ahead),
             ("TILE", tile),
             ("NORM", norm_dtype is not None),
-            ("EPSILON_BITS", float_bits(eps)),
-            ("GATED", gated),
+            ("EPSILON_BITS", float_bits(form.eps)),
             ("BIAS", bias_dtype is not None),
-            ("RESIDUAL", residual),
+            ("GATED", gated),
+            ("ACTIVATION", ACTIVATIONS.index(form.activation) if gated else 0),
+            ("LIMIT_BITS", float_bits(form.limit)),
+            ("SOFTCAP", form.softcap is not None),
+            ("CAP_BITS", float_bits(form.softcap or 0.0)),
+            ("RESIDUAL", form.residual),
+            ("ARGMAX", form.argmax),
         ),
         groups=(groups, 1),
         simdgroups=sizes.simdgroups,
-        input_dtypes=(mx.uint32, companion, companion, dtype, norm_dtype, bias_dtype, dtype if residual else None),
-        output_shapes=((*shape[:-1], out),),
-        output_dtypes=(dtype,),
+        input_dtypes=(mx.uint32, companion, companion, dtype, norm_dtype, bias_dtype, dtype if form.residual else None),
+        output_shapes=(None, *[(prod(shape[:-1]), groups)] * 2) if form.argmax else ((*shape[:-1], out), None, None),
+        output_dtypes=(dtype, mx.float32, mx.uint32),
+    )
+
+
+@lru_cache(maxsize=4096)
+def combine_plan(backend: str, shape: tuple[int, ...], found: int) -> Launch:
+    """The launch that makes ids of ``shape`` from what ``found`` threadgroups found for each."""
+    simdgroups = 1 if backend == "host" else 8
+    return Launch(
+        COMBINE,
+        template=(("FOUND", found), ("SIMDS", simdgroups)),
+        groups=(prod(shape), 1),
+        simdgroups=simdgroups,
+        input_dtypes=(mx.float32, mx.uint32),
+        output_shapes=(shape,),
+        output_dtypes=(mx.uint32,),
     )
 
 
@@ -145,31 +178,36 @@ def gemv(
     *,
     bits: int,
     group_size: int,
-    gated: bool,
+    form: Form,
     norm_weight: mx.array | None,
-    eps: float | None,
     bias: mx.array | None,
-    residual: mx.array | None,
+    residual: mx.array | None = None,
     backend: Backend,
 ) -> mx.array:
-    """The product that `affine.affine_matmul` and `affine.gated_affine_matmul` define, for what `serves` accepts."""
+    """The product that the ops of `affine` and `head` define, for what `serves` accepts."""
     columns = x.shape[-1]
-    rows, out = x.size // columns, weight.shape[0] // (2 if gated else 1)
+    rows, out = x.size // columns, weight.shape[0] // (1 if form.activation is None else 2)
     if residual is not None and residual.dtype != x.dtype:
         residual = residual.astype(x.dtype)
-    matrix = (out, bits, group_size, gated, eps or 0.0, residual is not None, scales.dtype, x.dtype)
+    matrix = (out, bits, group_size, form, scales.dtype, x.dtype)
     dtypes = (None if norm_weight is None else norm_weight.dtype, None if bias is None else bias.dtype)
+
+    def launch(part: mx.array, most: int, added: mx.array | None) -> mx.array:
+        call = plan(backend.name, part.shape, most, *matrix, *dtypes)
+        made = backend.launch(call, (weight, scales, biases, part, norm_weight, bias, added))
+        if form.argmax:
+            made = backend.launch(combine_plan(backend.name, part.shape[:-1], call.groups[0]), tuple(made))
+        return made[0]
+
     if rows == 1:
-        call = plan(backend.name, x.shape, 1, *matrix, *dtypes)
-        return backend.launch(call, (weight, scales, biases, x, norm_weight, bias, residual))[0]
+        return launch(x, 1, residual)
     # The kernel takes the number of rows from the first axis.
     flat, added = x.reshape(rows, columns), None if residual is None else residual.reshape(rows, out)
     together = [n for n in TOGETHER[backend.name] if n == 1 or fits(backend.name, n, columns, x.dtype)]
     parts = []
     for start in range(0, rows, together[-1]):
         chosen = slice(start, min(start + together[-1], rows))
-        part, most = flat[chosen], next(size for size in together if size >= chosen.stop - start)
-        call = plan(backend.name, part.shape, most, *matrix, *dtypes)
-        inputs = (weight, scales, biases, part, norm_weight, bias, None if added is None else added[chosen])
-        parts += backend.launch(call, inputs)
-    return (parts[0] if len(parts) == 1 else mx.concatenate(parts)).reshape(*x.shape[:-1], out)
+        most = next(size for size in together if size >= chosen.stop - start)
+        parts.append(launch(flat[chosen], most, None if added is None else added[chosen]))
+    shape = x.shape[:-1] if form.argmax else (*x.shape[:-1], out)
+    return (parts[0] if len(parts) == 1 else mx.concatenate(parts)).reshape(shape)

@@ -10,7 +10,10 @@ import mlx.core as mx
 from turbospark_mlx.custom_kernels.backends.kernel import Kernel, Launch
 
 KERNEL = Kernel(
-    "embed_lookup", inputs=("ids", "w", "scales", "biases"), outputs=("out",), headers=("eight", "affine", "affine_block")
+    "embed_lookup",
+    inputs=("ids", "w", "scales", "biases"),
+    outputs=("out",),
+    headers=("eight", "affine", "affine_block"),
 )
 VALUES_PER_GROUP = 1 << 15
 

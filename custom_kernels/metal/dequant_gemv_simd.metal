@@ -1,8 +1,10 @@
     // y[m, n] = sum_k W[n, k] * x[m, k] over an affine-quantized W [N, K] for the first rows of x, at most M, with what
     // stands before and after it:
     //   NORM      x[m] is RMS-normalized and multiplied by norm_weight first
-    //   GATED     the rows of W are gate rows, then as many up rows; y = silu(gate) * up
-    //   BIAS      W x + bias;   RESIDUAL  y += residual
+    //   BIAS      W x + bias
+    //   GATED     the rows of W are gate rows, then as many up rows, to which ACTIVATION is applied
+    //   SOFTCAP   y = cap tanh(y / cap);   RESIDUAL  y += residual
+    //   ARGMAX    instead of y, the largest value of the threadgroup's rows and the first row that has it
     // A simdgroup takes ROWS output rows at a time, as often as the grid makes necessary. Per block of 32 columns with
     // scale s and bias b, sum (s q + b) x = s sum q x + b sum x, so a weight is never dequantized. Weights are loaded
     // AHEAD steps before they are used, the first ones before the activations are staged, so that memory is never idle.
@@ -20,6 +22,10 @@
     threadgroup float block_sums[M * TILE];
     threadgroup float square_sums[M * SIMDS];
     threadgroup float peaks[M * SIMDS];
+    // A lane finishes results RESULT = lane, lane + SIMD_WIDTH, ... of the ROWS * M that a simdgroup has in a pass.
+    constexpr uint RESULTS = ROWS * M, OWN = (RESULTS + SIMD_WIDTH - 1) / SIMD_WIDTH;
+    threadgroup float group_best[ARGMAX ? SIMDS * RESULTS : 1];
+    threadgroup uint group_best_row[ARGMAX ? SIMDS * RESULTS : 1];
 
     const uint lane = thread_index_in_simdgroup;
     const uint simd = simdgroup_index_in_threadgroup;
@@ -120,6 +126,13 @@
       }
     }
 
+    float best[OWN];
+    uint best_row[OWN];
+    UNROLL
+    for (uint own = 0; own < OWN; ++own) {
+      best[own] = -INFINITY;
+      best_row[own] = 0;
+    }
     for (uint pass = 0; pass < passes; ++pass) {
       Partial products[READ][M];
       float offsets[READ][M];
@@ -231,28 +244,61 @@
           sums[r * M + m] = simd_sum(collapse(products[r][m]) + offsets[r][m]) * total[m];
         }
       }
-      // A lane finishes one result.
-      for (uint i = lane; i < ROWS * M; i += SIMD_WIDTH) {
-        const uint n = done + i / M, m = i % M;
+      UNROLL
+      for (uint own = 0; own < OWN; ++own) {
+        const uint result = own * SIMD_WIDTH + lane, n = done + result / M, m = result % M;
         float value = 0.0f, up = 0.0f;
         UNROLL
-        for (uint j = 0; j < ROWS * M; ++j) {
-          if (j == i) {
-            value = sums[j];
-            up = sums[(READ - ROWS) * M + j];
+        for (uint i = 0; i < RESULTS; ++i) {
+          if (i == result) {
+            value = sums[i];
+            up = sums[(READ - ROWS) * M + i];
           }
         }
-        if (n < OUT && m < present) {
+        if (result < RESULTS && n < OUT && m < present) {
           if (BIAS) {
             value += float(bias[n]);
+            up += GATED ? float(bias[OUT + n]) : 0.0f;
           }
           if (GATED) {
-            value = value / (1.0f + exp(-value)) * up;
+            value = gated<ACTIVATION>(value, up, as_type<float>(LIMIT_BITS));
+          }
+          if (SOFTCAP) {
+            value = as_type<float>(CAP_BITS) * tanh(value / as_type<float>(CAP_BITS));
           }
           if (RESIDUAL) {
             value += float(residual[m * OUT + n]);
           }
-          y[m * OUT + n] = T(value);
+          if (!ARGMAX) {
+            y[m * OUT + n] = T(value);
+          } else if (value > best[own]) {
+            best[own] = value;
+            best_row[own] = n;
+          }
         }
+      }
+    }
+
+    if (ARGMAX) {
+      UNROLL
+      for (uint own = 0; own < OWN; ++own) {
+        const uint result = own * SIMD_WIDTH + lane;
+        if (result < RESULTS) {
+          group_best[simd * RESULTS + result] = best[own];
+          group_best_row[simd * RESULTS + result] = best_row[own];
+        }
+      }
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      for (uint m = self; m < present; m += THREADS) {
+        float most = -INFINITY;
+        uint row = 0;
+        for (uint i = m; i < SIMDS * RESULTS; i += M) {
+          if (group_best[i] > most || (group_best[i] == most && group_best_row[i] < row)) {
+            most = group_best[i];
+            row = group_best_row[i];
+          }
+        }
+        largest[m * threadgroups_per_grid.x + threadgroup_position_in_grid.x] = most;
+        largest_row[m * threadgroups_per_grid.x + threadgroup_position_in_grid.x] = row;
       }
     }

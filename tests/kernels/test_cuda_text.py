@@ -33,7 +33,7 @@ def launches():
 
     def record(call, inputs):
         found.setdefault((call.kernel.name, call.template, call.input_dtypes), call)
-        return [mx.zeros(shape, dtype) for _, dtype, shape in call.outputs]
+        return [mx.zeros(shape, dtype) for shape, dtype in zip(call.output_shapes, call.output_dtypes, strict=True)]
 
     for function, arrays in variants(Backend("cuda", "gpu", "recorded, not run", record)):
         function(*arrays)
@@ -43,14 +43,14 @@ def launches():
 def function_text(call, name: str) -> str:
     """What `mx.fast.cuda_kernel` makes of a launch: the signature, the template parameters, the body."""
     kernel, arguments = call.kernel, []
-    for argument, dtype in call.inputs:
+    for argument, dtype in call.present:
         arguments.append(f"const {TYPES[dtype]}* {argument}")
         arguments += [
             f"const __grid_constant__ {kind} {argument}_{kind.lower()}"
             for kind in ("Shape", "Strides")
             if kernel.reads(argument, kind.lower())
         ]
-    arguments += [f"{TYPES[dtype]}* {name}" for name, dtype, _ in call.outputs]
+    arguments += [f"{TYPES[dtype]}* {name}" for name, dtype in zip(kernel.outputs, call.output_dtypes, strict=True)]
     parameters = [
         f"using {key} = {TYPES[value]};"
         if isinstance(value, mx.Dtype)

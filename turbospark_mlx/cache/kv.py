@@ -152,7 +152,9 @@ class LinearKV(_KV):
     def _end(self, length: int) -> int:
         end = self.offset + length
         if self._most is not None and end > self._most:
-            raise ContextError(f"the cache holds {self._most} tokens; {end} are wanted. Open with a larger max_context.")
+            raise ContextError(
+                f"the cache holds {self._most} tokens; {end} are wanted. Open with a larger max_context."
+            )
         return end
 
     def _advance(self, end: int) -> None:
