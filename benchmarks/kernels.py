@@ -145,7 +145,7 @@ def attention_parity(report: Report, backend: Backend, dtypes: dict[mx.Dtype, fl
             report.compare(name, y, expected, tolerance)
         for normed in (False, True):
             qkv = normal(10, 2, 3, 48 * 64, dtype=dtype)
-            rotation = ck.rotation_table(1e4 ** (-np.arange(32) / 32), 5, 3)
+            rotation = mx.array(ck.rotation_table(1e4 ** (-np.arange(32) / 32), 5, 3))
             norms = {"q_norm": normal(11, 64, dtype=dtype), "k_norm": normal(12, 64, dtype=dtype), "eps": 0.1}
             sizes = {"heads": 32, "kv_heads": 8} | (norms if normed else {})
             found = ck.qkv_epilogue(qkv, rotation, **sizes, backend=backend)
@@ -255,11 +255,12 @@ def attention_speed(
     count = max(2, min(200, total // size))
     caches = [normal(i, 2, 1, kv_heads, keys, head_dim, dtype=dtype) for i in range(count)]
     q = normal(1, 1, heads, 1, head_dim, dtype=dtype)
-    mx.eval(caches, q)
+    start = mx.array([keys - 1], mx.int32)
+    mx.eval(caches, q, start)
     scale = head_dim**-0.5
     seconds = interleaved(
         {
-            "ours": lambda: [ck.cache_attention(q, c, keys=keys, scale=scale, backend=backend) for c in caches],
+            "ours": lambda: [ck.cache_attention(q, c, start, scale=scale, backend=backend) for c in caches],
             "mlx": lambda: [mx.fast.scaled_dot_product_attention(q, c[0], c[1], scale=scale) for c in caches],
         }
     )
