@@ -49,11 +49,10 @@ def emulate(
     recorded = record(lambda *given: kernel(inputs=list(given), **options), arrays)
     label = name or recorded.name.removeprefix("custom_kernel_").split("__")[0]
     pieces = tuple((file, text) for file, text in ((f"{label}.h", header), (f"{label}.metal", source)) if text)
-    outputs, _ = emulate_recorded(
+    return emulate_recorded(
         label, recorded, pieces, written=written, optional=optional_outputs, init_value=init_value, orders=orders,
         seconds=seconds,
     )  # fmt: skip
-    return outputs
 
 
 def _scalar(value: float | int | bool) -> mx.array:
@@ -74,8 +73,9 @@ def _emulate_launch(call: Launch, inputs: Sequence[mx.array | None], *, orders: 
     recorded = record(function, arrays)
     headers = tuple((f"{name}.h", read_source(METAL / f"{name}.h")) for name in ("prelude", *call.kernel.headers))
     pieces = (*headers, (f"{call.kernel.name}.metal", call.kernel.source))
-    outputs, _ = emulate_recorded(call.kernel.name, recorded, pieces, orders=orders, seconds=seconds)
-    return outputs
+    return emulate_recorded(
+        call.kernel.name, recorded, pieces, written=call.kernel.writes, orders=orders, seconds=seconds
+    )
 
 
 def backend(*, orders: int = 1) -> Backend:

@@ -506,6 +506,52 @@ extern "C" uint64_t emu_threadgroup(uint32_t index, uint64_t size, uint32_t alig
   return slot.begin;
 }
 
+// Conversions of half types that the processor may not have. Compilers call them by these names.
+
+static uint32_t bits_of(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  return bits;
+}
+static float float_of(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, 4);
+  return x;
+}
+template <typename To>
+static To half_of(uint16_t bits) {
+  To x;
+  memcpy(&x, &bits, 2);
+  return x;
+}
+
+extern "C" __bf16 __truncsfbf2(float x) {
+  const uint32_t bits = bits_of(x);
+  if (x != x) return half_of<__bf16>(uint16_t(bits >> 16 | 0x40));
+  return half_of<__bf16>(uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16));
+}
+
+extern "C" _Float16 __truncsfhf2(float x) {
+  const uint32_t bits = bits_of(x), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
+  if (magnitude > 0x7f800000) return half_of<_Float16>(uint16_t(sign | 0x7e00));
+  if (magnitude >= 0x47800000) return half_of<_Float16>(uint16_t(sign | 0x7c00));
+  if (magnitude < 0x38800000) {
+    // Adding a half's smallest unit times 2^23 leaves the rounded multiple of that unit in the low bits.
+    return half_of<_Float16>(uint16_t(sign | (bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f))));
+  }
+  const uint32_t rebased = magnitude - 0x38000000;
+  return half_of<_Float16>(uint16_t(sign | ((rebased + 0xfff + (rebased >> 13 & 1)) >> 13)));
+}
+
+extern "C" float __extendhfsf2(_Float16 x) {
+  uint16_t bits;
+  memcpy(&bits, &x, 2);
+  const uint32_t sign = uint32_t(bits & 0x8000) << 16, magnitude = bits & 0x7fff;
+  if (magnitude >= 0x7c00) return float_of(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);
+  if (magnitude >= 0x400) return float_of(sign | ((magnitude << 13) + 0x38000000));
+  return float_of(sign | bits_of(float(magnitude) * 5.9604644775390625e-8f));
+}
+
 #define EMU_OVERFLOW(name)                                                                                              \
   extern "C" void __ubsan_handle_##name##_overflow_abort(void*, uint64_t, uint64_t) { fault("overflow", emu_site, self(), ""); }
 EMU_OVERFLOW(add)

@@ -9,6 +9,7 @@ from turbospark_mlx.errors import KernelFault
 
 TOKEN = re.compile(
     r"""(?P<blank>//[^\n]*|/\*.*?\*/|\s+|\\\n)
+      | (?P<directive>\#[ \t]*(?:line|pragma|include|if|ifdef|ifndef|else|elif|endif|undef)\b(?:[^\n\\]|\\.|\\\n)*)
       | (?P<string>"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')
       | (?P<number>\.?\d(?:[eEpP][+-]|[\w.])*)
       | (?P<name>[A-Za-z_]\w*)
@@ -94,7 +95,7 @@ def float_literals(text: str) -> str:
 def threadgroup_variables(body: str) -> str:
     """Variables in threadgroup memory as references to memory that the emulator guards."""
     found = tokens(body)
-    code = [i for i, token in enumerate(found) if token.kind != "blank"]
+    code = [i for i, token in enumerate(found) if token.kind not in ("blank", "directive")]
     pieces = [token.text for token in found]
     slot = 0
     for at, i in enumerate(code):
@@ -143,11 +144,16 @@ def check_words(name: str, file: str, text: str, parameters: set[str]) -> None:
 
     Raises KernelFault.
     """
-    code = [token for token in tokens(text) if token.kind != "blank"]
+    every = tokens(text)
+    code = [token for token in every if token.kind not in ("blank", "directive")]
 
     def refuse(token: Token, why: str) -> None:
         raise KernelFault("language", f"kernel {name}, {file} line {token.line}: {why}")
 
+    for token in every:
+        included = token.kind == "directive" and re.match(r"# *include *[<\"]([^>\"]*)", token.text)
+        if included and not included[1].startswith("metal_"):
+            refuse(token, f"{included[1]} is not there: Metal has its own headers only, whose names begin with metal_")
     for i, token in enumerate(code):
         word = token.text
         following = code[i + 1].text if i + 1 < len(code) else ""
@@ -156,10 +162,6 @@ def check_words(name: str, file: str, text: str, parameters: set[str]) -> None:
             refuse(token, FORBIDDEN[word])
         if word == "long" and following in ("long", "double"):
             refuse(token, f"Metal has no {word} {following}; its long has 64 bits")
-        if word == "#" and following == "include" and code[i + 2].text == "<":
-            header = code[i + 3].text
-            if not header.startswith("metal"):
-                refuse(token, f"Metal has no <{header}>: only its own headers, which begin with metal_")
         if word in TYPES | parameters and following in ("*", "&"):
             # The whole specifier: everything back to where the declaration, argument or cast begins.
             back = i

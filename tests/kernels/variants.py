@@ -100,9 +100,9 @@ def variants(backend: Backend) -> Iterator[Call]:
         for dtype in DTYPES:
             yield affine(backend, 1, 384, 45, bits, 32, dtype, mx.float16)
     for rows in (1, 3, 8):
-        yield affine(backend, rows, 14336, 4096, 4, 64, mx.bfloat16, mx.bfloat16)
-        yield affine(backend, rows, 28672, 8192, 8, 128, mx.float32, mx.float32, residual=(rows, 8192))
-        yield affine(backend, rows, 4096, 28672, 4, 64, mx.bfloat16, mx.bfloat16, norm_weight=(4096,), gated=True)
+        yield affine(backend, rows, 14336, 42, 4, 64, mx.bfloat16, mx.bfloat16)
+        yield affine(backend, rows, 28672, 42, 8, 128, mx.float32, mx.float32, residual=(rows, 42))
+        yield affine(backend, rows, 4096, 42, 4, 64, mx.bfloat16, mx.bfloat16, norm_weight=(4096,), gated=True)
     yield affine(
         backend, 1, 576, 960, 4, 32, mx.float16, mx.float16, norm_weight=(576,), bias=(960,), residual=(1, 960)
     )
