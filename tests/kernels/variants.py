@@ -1,9 +1,10 @@
-"""Calls of every kernel in the variants that models use, as (function, example arrays) to be traced, not run."""
+"""Calls of every kernel in the variants that models use, as (function, random arrays), at small sizes where they do not matter."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
 
 import mlx.core as mx
+import numpy as np
 
 from turbospark_mlx import custom_kernels as ck
 from turbospark_mlx.custom_kernels.backends import Backend
@@ -13,16 +14,24 @@ Call = tuple[Callable[..., mx.array], list[mx.array]]
 DTYPES = (mx.float16, mx.bfloat16, mx.float32)
 
 
+def normal(*shape, dtype=mx.float32, scale=1.0):
+    """The same numbers for the same shape, so that two back ends are given the same."""
+    values = np.random.default_rng(shape).normal(scale=scale, size=shape)
+    return mx.array(values.astype(np.float32)).astype(dtype)
+
+
+def packed(rows, columns, bits, group_size, companions):
+    """An affine-quantized matrix as its three arrays."""
+    rng = np.random.default_rng((rows, columns, bits))
+    words = mx.array(rng.integers(0, 2**32, (rows, columns * bits // 32), dtype=np.uint32))
+    groups = (rows, columns // group_size)
+    return [words, normal(*groups, dtype=companions, scale=0.5**bits), normal(*groups, dtype=companions)]
+
+
 def affine(backend, rows, columns, out, bits, group_size, dtype, companions, *, gated=False, **options):
     """One product as (function, example arrays)."""
-    options = {name: mx.zeros(shape, dtype) for name, shape in options.items()}
-    arrays = [
-        mx.zeros((rows, columns), dtype),
-        mx.zeros((out, columns * bits // 32), mx.uint32),
-        mx.zeros((out, columns // group_size), companions),
-        mx.zeros((out, columns // group_size), companions),
-        *options.values(),
-    ]
+    options = {name: normal(*shape, dtype=dtype) for name, shape in options.items()}
+    arrays = [normal(rows, columns, dtype=dtype), *packed(out, columns, bits, group_size, companions), *options.values()]
     function = ck.gated_affine_matmul if gated else ck.affine_matmul
     more = {"eps": 1e-5} if "norm_weight" in options else {}
 
@@ -35,10 +44,10 @@ def affine(backend, rows, columns, out, bits, group_size, dtype, companions, *, 
 
 def attend(backend, heads, kv_heads, length, keys, head_dim, value_dim, dtype, kv_dtype, *, sinks=False, **options):
     arrays = [
-        mx.zeros((1, heads, length, head_dim), dtype),
-        mx.zeros((1, kv_heads, keys, head_dim), kv_dtype),
-        mx.zeros((1, kv_heads, keys, value_dim), kv_dtype),
-        *([mx.zeros((heads,), dtype)] if sinks else []),
+        normal(1, heads, length, head_dim, dtype=dtype),
+        normal(1, kv_heads, keys, head_dim, dtype=kv_dtype),
+        normal(1, kv_heads, keys, value_dim, dtype=kv_dtype),
+        *([normal(heads, dtype=dtype)] if sinks else []),
     ]
 
     def call(q, k, v, logits=None):
@@ -48,12 +57,8 @@ def attend(backend, heads, kv_heads, length, keys, head_dim, value_dim, dtype, k
 
 
 def look_up(backend, count, bits, group_size, dtype):
-    arrays = [
-        mx.zeros((1, count), mx.uint32),
-        mx.zeros((500, 128 * bits // 32), mx.uint32),
-        mx.zeros((500, 128 // group_size), mx.bfloat16),
-        mx.zeros((500, 128 // group_size), mx.bfloat16),
-    ]
+    ids = mx.array(np.random.default_rng(count).integers(0, 500, (1, count), dtype=np.uint32))
+    arrays = [ids, *packed(500, 128, bits, group_size, mx.bfloat16)]
 
     def call(ids, *matrix):
         options = {"bits": bits, "group_size": group_size, "dtype": dtype}
@@ -63,10 +68,10 @@ def look_up(backend, count, bits, group_size, dtype):
 
 
 def epilogue(backend, length, heads, kv_heads, head_dim, dtype, *, normed):
-    norms = [mx.zeros((head_dim,), dtype)] * (2 if normed else 0)
+    norms = [normal(head_dim, dtype=dtype)] * (2 if normed else 0)
     arrays = [
-        mx.zeros((1, length, (heads + 2 * kv_heads) * head_dim), dtype),
-        mx.zeros((length, head_dim // 2, 2)),
+        normal(1, length, (heads + 2 * kv_heads) * head_dim, dtype=dtype),
+        normal(length, head_dim // 2, 2),
         *norms,
     ]
 
@@ -79,7 +84,7 @@ def epilogue(backend, length, heads, kv_heads, head_dim, dtype, *, normed):
 
 def norms(backend, shape, dtype, weight_dtype):
     """Every norm at one shape, as models call them; the residual stream may be wider than the activations."""
-    x, weight, stream = mx.zeros(shape, dtype), mx.ones(shape[-1:], weight_dtype), mx.zeros(shape, mx.float32)
+    x, weight, stream = normal(*shape, dtype=dtype), normal(*shape[-1:], dtype=weight_dtype), normal(*shape)
     options = {"eps": 1e-6, "backend": backend}
     yield partial(ck.rms_norm, weight=None, **options), [x]
     for centered in (False, True):
@@ -115,7 +120,7 @@ def variants(backend: Backend) -> Iterator[Call]:
         yield epilogue(backend, 1, 32, 8, 128, dtype, normed=False)
         yield epilogue(backend, 3, 4, 2, 64, dtype, normed=True)
     for dtype in DTYPES:
-        yield attend(backend, 8, 1, 8, 5000, 128, 128, dtype, dtype, sinks=True, mask="causal", window=4096)
+        yield attend(backend, 8, 1, 8, 1100, 128, 128, dtype, dtype, sinks=True, mask="causal", window=900)
         yield attend(backend, 8, 2, 1, 30, 128, 128, dtype, mx.float16, sinks=True, window=7)
     for dtype in DTYPES:
         yield from norms(backend, (1, 3, 4096), dtype, mx.bfloat16)

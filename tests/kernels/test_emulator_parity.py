@@ -1,0 +1,100 @@
+"""Every op in every variant that models use: the emulated kernel, or Metal's own where there is a Mac, against the
+reference and against the same kernel compiled for the CPU."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from tests.kernels.variants import affine, attend, variants
+from turbospark_mlx.custom_kernels import backends, emulator
+from turbospark_mlx.custom_kernels.backends import Backend, compiler, metal
+
+CLANG = any(candidate.name in ("ziglang", "clang++") for candidate in compiler.candidates())
+EMULATED = pytest.param("emulated", marks=pytest.mark.skipif(not CLANG, reason="needs clang: pip install ziglang"))
+METAL = pytest.param("metal", marks=pytest.mark.skipif(not mx.metal.is_available(), reason="needs an Apple GPU"))
+TOLERANCE = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1e-2}
+"""Of the largest value: float32 sums in another order, and the steps of the other types."""
+COUNT = sum(1 for _ in variants(Backend("metal", "gpu", "counted, not run", metal.launch)))
+
+
+@pytest.fixture(autouse=True)
+def _device(request):
+    device = mx.default_device()
+    mx.set_default_device(mx.gpu if "metal" in request.node.name else mx.cpu)
+    yield
+    mx.set_default_device(device)
+
+
+def chosen(name: str, **options) -> Backend:
+    return emulator.backend(**options) if name == "emulated" else backends.select(name)
+
+
+def widened(array: mx.array) -> mx.array:
+    return array.astype(mx.float32) if mx.issubdtype(array.dtype, mx.floating) else array
+
+
+def outputs(found) -> list[mx.array]:
+    return list(found) if isinstance(found, (tuple, list)) else [found]
+
+
+def check(call, backend_call, arrays, *others):
+    """``call`` and the calls of ``others`` in float32 against each other: (found, expected, tolerance) agree."""
+    found = outputs(backend_call(*arrays))
+    mx.eval(found)
+    with mx.stream(mx.cpu):
+        wide = [widened(array) for array in arrays]
+        expected = [np.array(widened(a)).astype(np.float64) for a in outputs(call(*wide))]
+        for other in others:
+            for one, value in zip(outputs(other(*wide)), expected, strict=True):
+                assert np.abs(np.array(widened(one)) - value).max() <= 2e-5 * np.abs(value).max()
+    for one, value in zip(found, expected, strict=True):
+        tolerance = max(TOLERANCE[a.dtype] for a in (*arrays, one) if mx.issubdtype(a.dtype, mx.floating))
+        error = np.abs(np.array(widened(one)).astype(np.float64) - value).max() / np.abs(value).max()
+        assert error <= tolerance, f"{error:.1e}"
+
+
+@pytest.fixture(scope="module")
+def calls():
+    """Each variant on the reference and on the host."""
+    device = mx.default_device()
+    mx.set_default_device(mx.cpu)
+    names = ["reference"] + (["host"] if compiler.candidates() else [])
+    made = [list(variants(backends.select(name))) for name in names]
+    mx.set_default_device(device)
+    return made
+
+
+@pytest.mark.parametrize("number", range(COUNT))
+@pytest.mark.parametrize("name", [EMULATED, METAL])
+def test_every_variant(calls, name, number):
+    backend = chosen(name)
+    function, arrays = next(call for i, call in enumerate(variants(backend)) if i == number)
+    check(calls[0][number][0], function, arrays, *(every[number][0] for every in calls[1:]))
+    assert {path for _, path in backend.counters} == {"kernel"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+@pytest.mark.parametrize("name", [EMULATED, METAL])
+def test_products_at_every_format(name, bits, group_size, dtype, rows):
+    sizes = (rows, 384, 45, bits, group_size, dtype, mx.float16)
+    reference, (function, arrays) = affine(backends.select("reference"), *sizes)[0], affine(chosen(name, orders=3), *sizes)
+    check(reference, function, arrays)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", [1, 31, 33, 700])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (3, 1), (8, 2)])
+@pytest.mark.parametrize(("length", "window"), [(1, None), (1, 7), (3, 40), (8, None)])
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
+@pytest.mark.parametrize("name", [EMULATED, METAL])
+def test_attention_everywhere(name, keys, heads, kv_heads, length, window, dtype):
+    if length <= keys:
+        sizes = (heads, kv_heads, length, keys, 64, 64, dtype, dtype)
+        options = {"sinks": heads == 3, "mask": "causal", "window": window}
+        reference = attend(backends.select("reference"), *sizes, **options)[0]
+        function, arrays = attend(chosen(name, orders=3), *sizes, **options)
+        check(reference, function, arrays)
