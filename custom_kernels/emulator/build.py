@@ -24,17 +24,21 @@ from turbospark_mlx.errors import BackendError, KernelFault
 HERE = Path(__file__).parent
 MSL = HERE / "msl"
 UTILITIES = "mlx/backend/metal/kernels/utils.h"
+MACHINE = ("-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native",)
 FLAGS = (
     "-std=c++17",
-    "-O1",
+    # Checks are put in before anything is optimized, so that none is lost or moved to another line.
+    "-O0",
+    "-Xclang",
+    "-disable-O0-optnone",
     "-fPIC",
     "-nostdinc",
     "-fsigned-char",
     "-fno-exceptions",
     "-fno-rtti",
     "-fno-math-errno",
-    "-fno-vectorize",
-    "-fno-slp-vectorize",
+    # An endless loop is a fault to be found, not a promise that it ends.
+    "-fno-finite-loops",
     "-ffp-contract=off",
     "-gline-tables-only",
     "-ftrivial-auto-var-init=pattern",
@@ -44,7 +48,7 @@ FLAGS = (
     "-ffloat16-excess-precision=none",
     "-Xclang",
     "-fbfloat16-excess-precision=none",
-    "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native",
+    *MACHINE,
 )
 # Unused names, precedence and signs are left to the author, as Metal's compiler leaves them; attributes are Metal's own.
 WARNINGS = (
@@ -170,7 +174,7 @@ def _make(name: str, prepared: Prepared, library: Path, places: Path) -> None:
             raise KernelFault("compile", _explained(name, prepared, failed))
         text, found = instrument(ir.read_text(encoding="utf-8"), prepared.files)
         checked.write_text(text, encoding="utf-8")
-        back = ["-x", "ir", "-O1", "-fPIC", "-Xclang", "-disable-llvm-passes", "-Wno-everything", "-c"]
+        back = ["-x", "ir", "-O1", "-fPIC", "-Wno-everything", *MACHINE, "-c"]
         if failed := _run([*clang().command, *back, str(checked), "-o", str(unit)], f"the kernel {name}"):
             raise BackendError(f"the emulator's checks do not compile in the kernel {name}:\n{failed[:2000]}")
         if failed := _run([*_linker(), str(unit), "-o", str(made)], f"the kernel {name}"):

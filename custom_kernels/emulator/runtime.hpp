@@ -355,6 +355,7 @@ void run_simdgroup(uint32_t index) {
       emu_exchange& exchange = simdgroup.exchange[(first->exchanges - 1) & 1];
       exchange.active = active;
       exchange.done = 0;
+      memset(exchange.undefined, poison, sizeof exchange.undefined);
     }
     for (uint32_t i = 0; i < count; ++i) {
       if (lanes[i].state != DONE) lanes[i].state = READY;

@@ -40,6 +40,8 @@ TYPES = {
     *"uint16_t uint32_t uint64_t size_t ptrdiff_t float16_t bfloat16_t void".split(),
     *(f"{name}{n}" for name in SCALARS.split()[:12] for n in (2, 3, 4)),
 }
+SPECIFIERS = ("const", "volatile", "constexpr", "static", "inline", "struct", "typename", "metal", "::")
+TEMPLATES = {"atomic", "vec", "array"}
 SIGNATURE = re.compile(r"\[\[kernel\]\] void (\w+)\((.*?)\) \{\n", re.DOTALL)
 PARAMETER = re.compile(r"^(.*?)(\w+) \[\[(?:buffer\((\d+)\)|(\w+))\]\]$", re.DOTALL)
 INSTANCE = re.compile(r"template \[\[host_name\(\"[^\"]*\"\)\]\] \[\[kernel\]\] decltype\((\w+<[^;]*>)\) [^;]*;")
@@ -145,6 +147,7 @@ def check_words(name: str, file: str, text: str, parameters: set[str]) -> None:
     Raises KernelFault.
     """
     every = tokens(text)
+    own = set(re.findall(r"\b(?:struct|class|union|enum)\s+(\w+)", text))
     code = [token for token in every if token.kind not in ("blank", "directive")]
 
     def refuse(token: Token, why: str) -> None:
@@ -162,21 +165,22 @@ def check_words(name: str, file: str, text: str, parameters: set[str]) -> None:
             refuse(token, FORBIDDEN[word])
         if word == "long" and following in ("long", "double"):
             refuse(token, f"Metal has no {word} {following}; its long has 64 bits")
-        if word in TYPES | parameters and following in ("*", "&"):
+        end = i + 1
+        if following == "<" and word in TEMPLATES | own:
+            end = next((k + 1 for k in range(i, len(code)) if code[k].text in (">", ">>")), len(code))
+        while end < len(code) and code[end].text in ("const", "volatile", *SPACES):
+            end += 1
+        after = code[end].text if end < len(code) else ""
+        if word in TYPES | TEMPLATES | parameters | own and after in ("*", "&") and before != "operator":
             # The whole specifier: everything back to where the declaration, argument or cast begins.
             back = i
-            while back and (code[back - 1].text in ("const", "volatile", "constexpr", "static", "inline")
-                            or code[back - 1].text in SPACES):
+            while back and code[back - 1].text in (*SPECIFIERS, *SPACES):
                 back -= 1
-            words = {token.text for token in code[back:i]}
-            after = code[i + 2].text if i + 2 < len(code) else ""
-            if code[i + 2 : i + 3] and after in SPACES:
-                words.add(after)
-            # A product such as sizeof(T) * n has no type name before its star; a cast to a type has a parenthesis.
+            words = {token.text for token in (*code[back:i], *code[i + 1 : end])}
             if not words & SPACES:
                 refuse(
                     token,
-                    f"the {'pointer' if following == '*' else 'reference'} to {word} has no address space: write device, "
+                    f"the {'pointer' if after == '*' else 'reference'} to {word} has no address space: write device, "
                     "constant, threadgroup or thread",
                 )
 

@@ -24,4 +24,5 @@ struct emu_exchange {
   unsigned active;
   unsigned done;
   char result[16];
+  char undefined[16];
 };

@@ -5,9 +5,9 @@
 #include "thread.h"
 
 extern "C" {
-void emu_barrier(uint flags) __attribute__((convergent));
-void emu_simdgroup_barrier(uint flags) __attribute__((convergent));
-emu_exchange* emu_simd(const void* value, uint size) __attribute__((convergent));
+void emu_barrier(uint flags) __attribute__((convergent, nomerge));
+void emu_simdgroup_barrier(uint flags) __attribute__((convergent, nomerge));
+emu_exchange* emu_simd(const void* value, uint size) __attribute__((convergent, nomerge));
 uint emu_lane(void) __attribute__((convergent));
 ulong emu_threadgroup(uint slot, ulong size, uint alignment, uint granule, const char* name);
 }
@@ -42,12 +42,9 @@ constexpr bool whole = movable<T> && metal::is_integral_v<typename traits<T>::el
 template <typename T>
 METAL_FUNC T of_lane(emu_exchange* all, uint lane) {
   T value;
-  // What an absent or finished lane would have given is undefined: all bits set, which is NaN for floats.
-  if (lane < 32 && (all->active >> lane & 1)) {
-    __builtin_memcpy(&value, all->value[lane], sizeof(T));
-  } else {
-    __builtin_memset(&value, 0xff, sizeof(T));
-  }
+  // What an absent or finished lane would have given is undefined.
+  const bool there = lane < 32 && (all->active >> lane & 1);
+  __builtin_memcpy(&value, there ? all->value[lane] : all->undefined, sizeof(T));
   return value;
 }
 
@@ -85,8 +82,12 @@ METAL_FUNC T prefix(T value, T start, bool inclusive, F combine) {
 }  // namespace emu
 
 #define EMU_IF(condition) template <typename T, metal::enable_if_t<condition, bool> = true>
+// Without these, MLX's functions on bfloat would take every other type by conversion, where Metal finds a call ambiguous.
+#define EMU_NOT(condition) template <typename T, metal::enable_if_t<!(condition) && !metal::is_same_v<T, bfloat>, bool> = true>
 
 #define EMU_REDUCTION(name, condition, expression)                       \
+  EMU_NOT(condition)                                                     \
+  T simd_##name(T data) = delete;                                        \
   EMU_IF(condition)                                                      \
   METAL_FUNC T simd_##name(T data) {                                     \
     return emu::reduce(data, [](T a, T b) -> T { return expression; });  \
@@ -108,6 +109,8 @@ METAL_FUNC T prefix(T value, T start, bool inclusive, F combine) {
 
 // From which lane a value comes. Lanes that ``from`` names outside the simdgroup keep their own value or take ``filling``.
 #define EMU_MOVE(name, from)                                      \
+  EMU_NOT(emu::movable<T>)                                        \
+  T simd_##name(T data, ushort by) = delete;                      \
   EMU_IF(emu::movable<T>)                                         \
   METAL_FUNC T simd_##name(T data, ushort by) {                   \
     emu_exchange* all = emu_simd(&data, sizeof(T));               \
