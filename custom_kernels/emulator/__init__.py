@@ -61,7 +61,9 @@ def _scalar(value: float | int | bool) -> mx.array:
     return mx.array(value, kind)
 
 
-def _emulate_launch(call: Launch, inputs: Sequence[mx.array | None], *, orders: int = 1, seconds: int = 60) -> list[mx.array]:
+def _emulate_launch(
+    call: Launch, inputs: Sequence[mx.array | None], *, orders: int = 1, seconds: int = 60
+) -> list[mx.array]:
     arrays = given(tuple(inputs))
     # The launch takes a place for each input that it leaves out.
     places = [None if array is None else at for at, array in enumerate(inputs)]
@@ -80,6 +82,4 @@ def _emulate_launch(call: Launch, inputs: Sequence[mx.array | None], *, orders: 
 
 def backend(*, orders: int = 1) -> Backend:
     """A back end that takes every decision as on an Apple GPU and emulates its kernels."""
-    return Backend(
-        "metal", "gpu", "emulated", lambda call, inputs: _emulate_launch(call, inputs, orders=orders)
-    )
+    return Backend("metal", "gpu", "emulated", lambda call, inputs: _emulate_launch(call, inputs, orders=orders))

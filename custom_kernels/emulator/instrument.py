@@ -14,7 +14,9 @@ LOAD = re.compile(r"  (?:%\S+) = load (?:volatile )?(.+), ptr addrspace\([123]\)
 STORE = re.compile(r"  store (?:volatile )?(.+), ptr addrspace\([123]\) (.+?), align (\d+)")
 MEMORY = re.compile(r"@llvm\.mem(cpy|move|set)\.\S+?\((.*)\)")
 RUNTIME = re.compile(r"call .*@(emu_|__ubsan_|llvm\.ubsantrap)")
-LOCATION = re.compile(r"!(\d+) = (?:distinct )?!DILocation\(line: (\d+), column: (\d+), scope: !(\d+)(?:, inlinedAt: !(\d+))?")
+LOCATION = re.compile(
+    r"!(\d+) = (?:distinct )?!DILocation\(line: (\d+), column: (\d+), scope: !(\d+)(?:, inlinedAt: !(\d+))?"
+)
 SCOPE = re.compile(r"!(\d+) = (?:distinct )?!DI(?:Subprogram|LexicalBlock|LexicalBlockFile)\((.*)\)")
 FILE = re.compile(r'!(\d+) = !DIFile\(filename: "((?:[^"\\]|\\.)*)"')
 
@@ -133,9 +135,7 @@ def instrument(text: str, own: tuple[str, ...]) -> tuple[str, list[tuple[Place, 
         elif RUNTIME.search(line):
             result.append(f"  store i32 {site()}, ptr @emu_site")
         result.append(line)
-    declarations = [
-        f"declare void @emu_{what}(i64, i32, i32, i32)" for what in ("read", "write")
-    ]
+    declarations = [f"declare void @emu_{what}(i64, i32, i32, i32)" for what in ("read", "write")]
     return "\n".join([*result, "@emu_site = external global i32", *declarations]) + "\n", sites.places
 
 

@@ -69,8 +69,9 @@ def memory_of(array: mx.array) -> tuple[np.ndarray, tuple[int, ...], tuple[int, 
     reach = sum((n - 1) * s for n, s in zip(view.shape, view.strides, strict=True)) + view.itemsize
     if any(s < 0 for s in view.strides):
         raise OptionError("an emulated kernel takes arrays whose strides are not negative")
-    flat = np.lib.stride_tricks.as_strided(view.reshape(-1)[:1].view(np.uint8) if view.flags.c_contiguous
-                                           else _first(view), (reach,), (1,))
+    flat = np.lib.stride_tricks.as_strided(
+        view.reshape(-1)[:1].view(np.uint8) if view.flags.c_contiguous else _first(view), (reach,), (1,)
+    )
     return flat, view.shape, tuple(s // view.itemsize for s in view.strides)
 
 
@@ -80,7 +81,9 @@ def _first(view: np.ndarray) -> np.ndarray:
     return np.lib.stride_tricks.as_strided(element, (1,), (view.itemsize,)).view(np.uint8)
 
 
-def bind(name: str, recorded: Recorded, prepared: Prepared, written: tuple[str, ...], init_value: float | None) -> list[Buffer]:
+def bind(
+    name: str, recorded: Recorded, prepared: Prepared, written: tuple[str, ...], init_value: float | None
+) -> list[Buffer]:
     """The buffers of a dispatch in the order of their slots. Raises KernelFault, OptionError."""
     slots = [parameter for parameter in prepared.parameters if parameter.slot is not None]
     if len(slots) > MAX_BUFFERS:
@@ -121,18 +124,28 @@ def bind(name: str, recorded: Recorded, prepared: Prepared, written: tuple[str, 
 def geometry(name: str, recorded: Recorded) -> tuple[int, int, int]:
     """The threadgroup that MLX launches: never larger than the grid. Raises KernelFault."""
     if min(*recorded.grid, *recorded.threadgroup) < 1:
-        raise KernelFault("grid", f"kernel {name}: grid {recorded.grid} of {recorded.threadgroup}: every size is 1 or more")
+        raise KernelFault(
+            "grid", f"kernel {name}: grid {recorded.grid} of {recorded.threadgroup}: every size is 1 or more"
+        )
     clamped = tuple(min(size, whole) for size, whole in zip(recorded.threadgroup, recorded.grid, strict=True))
     if math.prod(clamped) > MAX_THREADS:
         raise KernelFault(
-            "threads", f"kernel {name}: a threadgroup of {clamped} has {math.prod(clamped)} threads; Metal has {MAX_THREADS}"
+            "threads",
+            f"kernel {name}: a threadgroup of {clamped} has {math.prod(clamped)} threads; Metal has {MAX_THREADS}",
         )
     return clamped
 
 
 def run_once(
-    name: str, library: build.Built, recorded: Recorded, buffers: list[Buffer], prepared: Prepared, *,
-    seed: int, poison: int, seconds: int,
+    name: str,
+    library: build.Built,
+    recorded: Recorded,
+    buffers: list[Buffer],
+    prepared: Prepared,
+    *,
+    seed: int,
+    poison: int,
+    seconds: int,
 ) -> Result:
     """Run a dispatch in a new process. Seed 0 takes threads in order. Raises KernelFault."""
     job = {
@@ -167,8 +180,15 @@ def run_once(
 
 
 def emulate_recorded(
-    name: str, recorded: Recorded, pieces: tuple[tuple[str, str], ...], *, written: tuple[str, ...] = (),
-    optional: tuple[str, ...] = (), init_value: float | None = None, orders: int = 1, seconds: int = 60,
+    name: str,
+    recorded: Recorded,
+    pieces: tuple[tuple[str, str], ...],
+    *,
+    written: tuple[str, ...] = (),
+    optional: tuple[str, ...] = (),
+    init_value: float | None = None,
+    orders: int = 1,
+    seconds: int = 60,
 ) -> list[mx.array]:
     """Compile and run a dispatch with all checks, and return its outputs. Raises KernelFault.
 
@@ -201,7 +221,10 @@ def emulate_recorded(
     outputs = [
         _array(arrays[b.name], shape, dtype)
         for b, shape, dtype in zip(
-            buffers[len(buffers) - len(recorded.output_shapes) :], recorded.output_shapes, recorded.output_dtypes, strict=True
+            buffers[len(buffers) - len(recorded.output_shapes) :],
+            recorded.output_shapes,
+            recorded.output_dtypes,
+            strict=True,
         )
     ]
     for buffer in buffers:

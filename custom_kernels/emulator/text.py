@@ -202,7 +202,18 @@ def check_globals(name: str, file: str, text: str) -> None:
             statement.append(token)
         if token.text == ";" and depth == 0:
             words = [part.text for part in statement]
-            skip = {"typedef", "using", "template", "struct", "class", "enum", "union", "static_assert", "namespace", "extern"}
+            skip = {
+                "typedef",
+                "using",
+                "template",
+                "struct",
+                "class",
+                "enum",
+                "union",
+                "static_assert",
+                "namespace",
+                "extern",
+            }
             equals = words.index("=") if "=" in words else None
             head = words if equals is None else words[:equals]
             if words and not skip & set(words) and "(" not in head and len(words) > 2 and "constant" not in words:
@@ -260,7 +271,9 @@ def prepare(name: str, text: str, pieces: tuple[tuple[str, str], ...]) -> Prepar
     body = threadgroup_variables(body)
     called = instance[1] if instance else function
     arguments = ", ".join(_argument(parameter) for parameter in parameters)
-    driver = f'\n}}\n#line 1 "driver"\nextern "C" void emu_kernel(const emu_thread* self) {{\n{called}({arguments});\n}}\n'
+    driver = (
+        f'\n}}\n#line 1 "driver"\nextern "C" void emu_kernel(const emu_thread* self) {{\n{called}({arguments});\n}}\n'
+    )
     whole = float_literals(f'#line 1 "generated"\n{head}[[kernel]] void {function}({signature[2]}) {{\n{body}') + driver
     written = "\n".join(part for _, part in known)
     code = "".join(token.text for token in tokens(written) if not token.text.startswith(("//", "/*")))

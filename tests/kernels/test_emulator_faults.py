@@ -23,7 +23,9 @@ def _on_the_cpu():
     mx.set_default_device(device)
 
 
-def run(source, *, header="", threads=64, group=64, x=None, size=64, dtype=mx.float32, inputs=("x",), more=(), **options):
+def run(
+    source, *, header="", threads=64, group=64, x=None, size=64, dtype=mx.float32, inputs=("x",), more=(), **options
+):
     """A kernel ``planted`` of inputs and one output ``y [size]``."""
     if isinstance(threads, int):
         threads, group = (threads, 1, 1), (group, 1, 1)
@@ -33,7 +35,15 @@ def run(source, *, header="", threads=64, group=64, x=None, size=64, dtype=mx.fl
     )
     shapes = {"output_shapes": [(size,)], "output_dtypes": [dtype]}
     (y,) = emulator.emulate(
-        kernel, [x, *more], name="planted", source=source, header=header, grid=threads, threadgroup=group, **shapes, **options
+        kernel,
+        [x, *more],
+        name="planted",
+        source=source,
+        header=header,
+        grid=threads,
+        threadgroup=group,
+        **shapes,
+        **options,
     )
     return np.array(y)
 
@@ -88,8 +98,14 @@ def test_a_helper_without_an_address_space():
 
 
 def test_a_missing_barrier():
-    said = fault("race", SUM.replace("threadgroup_barrier(mem_flags::mem_threadgroup);", ""), r"planted.metal line 7",
-                 r"thread \(\d+, 0, 0\) of threadgroup \(0, 0, 0\)", r"parts \(byte \d+\)", "line 3")
+    said = fault(
+        "race",
+        SUM.replace("threadgroup_barrier(mem_flags::mem_threadgroup);", ""),
+        r"planted.metal line 7",
+        r"thread \(\d+, 0, 0\) of threadgroup \(0, 0, 0\)",
+        r"parts \(byte \d+\)",
+        "line 3",
+    )
     assert "with no barrier between" in said
 
 
@@ -98,13 +114,16 @@ def test_a_barrier_for_the_wrong_memory():
 
 
 def test_a_missing_second_barrier():
-    source = I + """threadgroup float all[64];
+    source = (
+        I
+        + """threadgroup float all[64];
 for (uint round = 0; round < 2; ++round) {
   all[i] = x[i] + float(round);
   threadgroup_barrier(mem_flags::mem_threadgroup);
   y[i] = all[63 - i];
 }
 """
+    )
     fault("race", source, "line 4", "line 6")
     assert run(source.replace("}\n", "  threadgroup_barrier(mem_flags::mem_threadgroup);\n}\n")).sum() == 2016 + 64
 
@@ -114,9 +133,14 @@ def test_two_threadgroups_that_share_memory():
 
 
 def test_the_order_of_threads_decides():
-    source = I + """atomic_store_explicit(&y[0], i, memory_order_relaxed);
+    source = (
+        I
+        + """atomic_store_explicit(&y[0], i, memory_order_relaxed);
 """
-    kernel = mx.fast.metal_kernel(name="last", input_names=["x"], output_names=["y"], source=source, atomic_outputs=True)
+    )
+    kernel = mx.fast.metal_kernel(
+        name="last", input_names=["x"], output_names=["y"], source=source, atomic_outputs=True
+    )
     with pytest.raises(KernelFault, match=r"kernel last: element 0 of y changes with the order"):
         emulator.emulate(
             kernel, [mx.zeros(8)], grid=(64, 1, 1), threadgroup=(64, 1, 1), output_shapes=[(1,)], output_dtypes=[mx.uint32],
@@ -150,7 +174,11 @@ def test_outside_threadgroup_memory_through_a_pointer():
 
 
 def test_outside_an_array():
-    fault("index", I + "float a[4];\nfor (uint k = 0; k < 4; ++k) a[k] = x[i];\ny[i] = a[i];", "element 4 of 'float *\\[4\\]'")
+    fault(
+        "index",
+        I + "float a[4];\nfor (uint k = 0; k < 4; ++k) a[k] = x[i];\ny[i] = a[i];",
+        "element 4 of 'float *\\[4\\]'",
+    )
 
 
 def test_writing_to_an_input():
@@ -166,7 +194,12 @@ def test_a_misaligned_vector():
 
 
 def test_an_unwritten_output():
-    fault("unwritten", "if (thread_position_in_grid.x != 5) y[thread_position_in_grid.x] = 0;", "1 of 64", "first of them 5")
+    fault(
+        "unwritten",
+        "if (thread_position_in_grid.x != 5) y[thread_position_in_grid.x] = 0;",
+        "1 of 64",
+        "first of them 5",
+    )
     fault("unwritten", I + "y[i] = x[i];", "16 of 80", "64", size=80)
     assert run(I + "y[i] = x[i];", size=80, init_value=7.0)[-1] == 7
     assert run(I + "if (i < 32) y[i] = x[i];", optional_outputs=("y",))[0] == 0
@@ -177,7 +210,9 @@ def test_an_output_of_integers_may_hold_any_bits():
 
 
 def test_memory_that_nobody_wrote():
-    said = fault("uninitialized", SUM.replace("parts[i] = x[i];", "if (i != 7) parts[i] = x[i];"), "reads parts", "line 7")
+    said = fault(
+        "uninitialized", SUM.replace("parts[i] = x[i];", "if (i != 7) parts[i] = x[i];"), "reads parts", "line 7"
+    )
     assert re.search(r"thread \(\d+, 0, 0\)", said)
     source = I + "float sum;\nif (x[i] > 3.0f) sum = 0.0f;\ny[i] = sum + x[i];"
     with pytest.raises(KernelFault, match=r"planted.metal line 3: .*uninitialized"):
@@ -188,13 +223,19 @@ def test_memory_that_nobody_wrote():
     ("source", "words"),
     [
         ("if (i < 40) threadgroup_barrier(mem_flags::mem_threadgroup);\ny[i] = 0;", r"has finished"),
-        ("if (i == 3) return;\nthreadgroup_barrier(mem_flags::mem_none);\ny[i] = 0;", r"thread \(3, 0, 0\).* has finished"),
+        (
+            "if (i == 3) return;\nthreadgroup_barrier(mem_flags::mem_none);\ny[i] = 0;",
+            r"thread \(3, 0, 0\).* has finished",
+        ),
         (
             "if (i < 32) {\n threadgroup_barrier(mem_flags::mem_none);\n} else {\n"
             " threadgroup_barrier(mem_flags::mem_none);\n}\ny[i] = 0;",
             r"at planted.metal line 5",
         ),
-        ("float s = 0;\nif (i % 2 == 0) s = simd_sum(x[i]);\nthreadgroup_barrier(mem_flags::mem_none);\ny[i] = s;", "simdgroup"),
+        (
+            "float s = 0;\nif (i % 2 == 0) s = simd_sum(x[i]);\nthreadgroup_barrier(mem_flags::mem_none);\ny[i] = s;",
+            "simdgroup",
+        ),
     ],
 )
 def test_divergence(source, words):
@@ -235,8 +276,12 @@ if (i == 0) y[threadgroup_position_in_grid.x] = sum;
 
 
 def test_limits():
-    fault("threadgroup_memory", I + "threadgroup float a[8000];\nthreadgroup half b[400];\na[i] = b[i] = 0;\ny[i] = a[i];",
-          "32,800 bytes; Metal has 32,768", "line 3")
+    fault(
+        "threadgroup_memory",
+        I + "threadgroup float a[8000];\nthreadgroup half b[400];\na[i] = b[i] = 0;\ny[i] = a[i];",
+        "32,800 bytes; Metal has 32,768",
+        "line 3",
+    )
     assert run(I + "threadgroup float a[8192];\na[i] = x[i];\ny[i] = a[i];")[5] == 5
     fault("threads", I + "y[i] = 0;", "1040 threads; Metal has 1024", threads=(2080, 1, 1), group=(1040, 1, 1))
     names = tuple(f"x{k}" for k in range(31))
@@ -256,7 +301,7 @@ def test_limits():
         ("y[i] = min(i, 3);", "call to 'min' is ambiguous"),
         ("y[i] = simd_sum(long(i));", "call to deleted function 'simd_sum'"),
         ("y[i] = sqrtf(x[i]);", "undeclared identifier 'sqrtf'|'sqrtf'"),
-        ("printf(\"%f\", x[i]);\ny[i] = 0;", "printf"),
+        ('printf("%f", x[i]);\ny[i] = 0;', "printf"),
         ("y[i] = std::exp(x[i]);", "Metal has no C\\+\\+ standard library"),
         ("goto end;\nend: y[i] = 0;", "Metal has no goto"),
         ("y[i] = __shfl_xor(x[i], 1);", "__shfl_xor"),
@@ -306,7 +351,9 @@ def test_grids_are_clamped_as_mlx_clamps_them():
 
 
 def test_a_signature_that_mlx_closes_too_early():
-    kernel = mx.fast.metal_kernel(name="two", input_names=["x"], output_names=["y", "z"], source="y[0] = z[0] = x_shape[0];")
+    kernel = mx.fast.metal_kernel(
+        name="two", input_names=["x"], output_names=["y", "z"], source="y[0] = z[0] = x_shape[0];"
+    )
     shapes = {"output_shapes": [(1,)] * 2, "output_dtypes": [mx.float32] * 2}
     with pytest.raises(KernelFault, match="must name a thread attribute"):
         emulator.emulate(kernel, [mx.zeros(8)], grid=(1, 1, 1), threadgroup=(1, 1, 1), **shapes)

@@ -81,7 +81,10 @@ def test_every_variant(calls, name, number):
 @pytest.mark.parametrize("name", [EMULATED, METAL])
 def test_products_at_every_format(name, bits, group_size, dtype, rows):
     sizes = (rows, 384, 45, bits, group_size, dtype, mx.float16)
-    reference, (function, arrays) = affine(backends.select("reference"), *sizes)[0], affine(chosen(name, orders=3), *sizes)
+    reference, (function, arrays) = (
+        affine(backends.select("reference"), *sizes)[0],
+        affine(chosen(name, orders=3), *sizes),
+    )
     check(reference, function, arrays)
 
 

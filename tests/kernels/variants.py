@@ -1,4 +1,4 @@
-"""Calls of every kernel in the variants that models use, as (function, random arrays), at small sizes where they do not matter."""
+"""Calls of every kernel in the variants that models use, as (function, random arrays); sizes are small where they may."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -31,7 +31,11 @@ def packed(rows, columns, bits, group_size, companions):
 def affine(backend, rows, columns, out, bits, group_size, dtype, companions, *, gated=False, **options):
     """One product as (function, example arrays)."""
     options = {name: normal(*shape, dtype=dtype) for name, shape in options.items()}
-    arrays = [normal(rows, columns, dtype=dtype), *packed(out, columns, bits, group_size, companions), *options.values()]
+    arrays = [
+        normal(rows, columns, dtype=dtype),
+        *packed(out, columns, bits, group_size, companions),
+        *options.values(),
+    ]
     function = ck.gated_affine_matmul if gated else ck.affine_matmul
     more = {"eps": 1e-5} if "norm_weight" in options else {}
 
