@@ -7,6 +7,7 @@ import mlx.core as mx
 import numpy as np
 
 from turbospark_mlx import custom_kernels as ck
+from turbospark_mlx.custom_kernels import gemv, rotary, sdpa
 from turbospark_mlx.custom_kernels.backends import Backend
 
 Call = tuple[Callable[..., mx.array], list[mx.array]]
@@ -28,22 +29,26 @@ def packed(rows, columns, bits, group_size, companions):
     return [words, normal(*groups, dtype=companions, scale=0.5**bits), normal(*groups, dtype=companions)]
 
 
-def affine(backend, rows, columns, out, bits, group_size, dtype, companions, *, gated=False, **options):
-    """One product as (function, example arrays)."""
-    options = {name: normal(*shape, dtype=dtype) for name, shape in options.items()}
-    arrays = [
-        normal(rows, columns, dtype=dtype),
-        *packed(out, columns, bits, group_size, companions),
-        *options.values(),
-    ]
-    function = ck.gated_affine_matmul if gated else ck.affine_matmul
-    more = {"eps": 1e-5} if "norm_weight" in options else {}
+def affine(
+    backend, rows, columns, out, bits, group_size, dtype, companions, *, op=ck.affine_matmul, more=None, **arrays
+):
+    """One product as (function, example arrays); ``arrays`` are shapes of optional inputs, ``more`` plain options."""
+    optional = {name: normal(*shape, dtype=dtype) for name, shape in arrays.items()}
+    matrix = packed(out, columns, bits, group_size, companions)
+    parts = [normal(rows, columns, dtype=dtype), *matrix, *optional.values()]
+    more = (more or {}) | ({"eps": 1e-5} if "norm_weight" in optional else {})
 
     def call(x, weight, scales, biases, *rest):
-        named = dict(zip(options, rest, strict=True)) | more
-        return function(x, weight, scales, biases, bits=bits, group_size=group_size, **named, backend=backend)
+        named = dict(zip(optional, rest, strict=True)) | more
+        return op(x, weight, scales, biases, bits=bits, group_size=group_size, **named, backend=backend)
 
-    return call, arrays
+    return call, parts
+
+
+def dense(backend, rows, columns, out, dtype, weights, *, biased):
+    arrays = [normal(rows, columns, dtype=dtype), normal(out, columns, dtype=weights)]
+    arrays += [normal(out, dtype=dtype)] * biased
+    return lambda x, w, b=None: ck.dense_matmul(x, w, bias=b, backend=backend), arrays
 
 
 def attend(backend, heads, kv_heads, length, keys, head_dim, value_dim, dtype, kv_dtype, *, sinks=False, **options):
@@ -104,17 +109,52 @@ def norms(backend, shape, dtype, weight_dtype):
     yield scaled, [x, weight, stream, mx.ones((1,), weight_dtype)]
 
 
+def step(backend, length, capacity, start, dtype, *, window):
+    """Attention of a decode step over a cache that the rows are first written into, in place."""
+    heads, kv_heads, head_dim = 4, 2, 64
+    arrays = [
+        normal(1, length, (heads + 2 * kv_heads) * head_dim, dtype=dtype),
+        normal(length, head_dim // 2, 2),
+        normal(2, 1, kv_heads, capacity, head_dim, dtype=dtype),
+        mx.array([start], dtype=mx.int32),
+    ]
+
+    def call(qkv, rotation, cache, start):
+        sizes = {"heads": heads, "kv_heads": kv_heads}
+        if backend.launch is None:
+            q, cache = rotary.qkv_append_reference(qkv, rotation, cache, start, **sizes)
+            attended = sdpa.cache_attention_reference(q, cache, start, scale=0.125, mask="causal", window=window)
+        else:
+            cache = cache + 0  # the test's own is not to change
+            q = ck.qkv_append(qkv, rotation, cache, start, **sizes, backend=backend)
+            options = {"scale": 0.125, "mask": "causal", "window": window, "backend": backend}
+            attended = ck.cache_attention(q, cache, start, **options)
+        return q, attended, cache
+
+    return call, arrays
+
+
 def variants(backend: Backend) -> Iterator[Call]:
-    for bits in (2, 3, 4, 5, 6, 8):
+    for bits in (1, 2, 3, 4, 5, 6, 8):
         for dtype in DTYPES:
             yield affine(backend, 1, 384, 45, bits, 32, dtype, mx.float16)
     for rows in (1, 3, 8):
         yield affine(backend, rows, 14336, 42, 4, 64, mx.bfloat16, mx.bfloat16)
         yield affine(backend, rows, 28672, 42, 8, 128, mx.float32, mx.float32, residual=(rows, 42))
-        yield affine(backend, rows, 4096, 42, 4, 64, mx.bfloat16, mx.bfloat16, norm_weight=(4096,), gated=True)
+        gated = {"op": ck.gated_affine_matmul, "norm_weight": (4096,)}
+        yield affine(backend, rows, 4096, 42, 4, 64, mx.bfloat16, mx.bfloat16, **gated)
+        yield affine(backend, rows, 1792, 300, 4, 64, mx.float16, mx.float16, op=ck.greedy_head)
     yield affine(
         backend, 1, 576, 960, 4, 32, mx.float16, mx.float16, norm_weight=(576,), bias=(960,), residual=(1, 960)
     )
+    for activation in gemv.ACTIVATIONS[1:]:
+        more = {"activation": activation} | ({"limit": 7.0} if activation == "clamped_swiglu" else {})
+        options = {"op": ck.gated_affine_matmul, "more": more, "bias": (42,)}
+        yield affine(backend, 1, 2880, 42, 4, 64, mx.bfloat16, mx.bfloat16, **options)
+    yield affine(backend, 1, 2560, 42, 4, 64, mx.bfloat16, mx.bfloat16, more={"softcap": 30.0})
+    for rows in (1, 3, 8):
+        yield dense(backend, rows, 1023, 130, mx.float16, mx.bfloat16, biased=True)
+        yield dense(backend, rows, 128, 64, mx.bfloat16, mx.float32, biased=False)
     for head_dim, value_dim in ((16, 16), (64, 64), (80, 80), (128, 128), (256, 256), (512, 512), (576, 512)):
         yield attend(backend, 9, 3, 1, 100, head_dim, value_dim, mx.bfloat16, mx.float16)
     for bits in (3, 4, 8):
@@ -129,3 +169,6 @@ def variants(backend: Backend) -> Iterator[Call]:
     for dtype in DTYPES:
         yield from norms(backend, (1, 3, 4096), dtype, mx.bfloat16)
         yield from norms(backend, (2, 5, 3, 80), dtype, dtype)
+    for dtype in DTYPES:
+        yield step(backend, 1, 40, 21, dtype, window=None)
+        yield step(backend, 3, 40, 30, dtype, window=9)
