@@ -121,7 +121,7 @@ def step(backend, length, capacity, start, dtype, *, window):
 
     def call(qkv, rotation, cache, start):
         sizes = {"heads": heads, "kv_heads": kv_heads}
-        if backend.launch is None:
+        if not ck.appends(qkv, backend):
             q, cache = rotary.qkv_append_reference(qkv, rotation, cache, start, **sizes)
             attended = sdpa.cache_attention_reference(q, cache, start, scale=0.125, mask="causal", window=window)
         else:
