@@ -52,7 +52,9 @@ def machine(report: Report, backend: Backend) -> None:
     packages = [f"{name} {importlib.metadata.version(name)}" for name in ("mlx", "turbospark-mlx")]
     chip = command("sysctl", "-n", "machdep.cpu.brand_string") or platform.processor() or platform.machine()
     report(f"- {datetime.now(UTC):%Y-%m-%d}, {platform.platform()}, Python {platform.python_version()}")
-    report(f"- {chip}, {os.cpu_count()} cores, {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB")
+    report(
+        f"- {chip}, {os.cpu_count()} cores, {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"
+    )
     if backend.device == "gpu":
         report(f"- GPU: {', '.join(f'{key} {value}' for key, value in mx.device_info().items())}")
     report(f"- {', '.join(packages)}, commit {command('git', 'rev-parse', '--short', 'HEAD') or 'unknown'}")
@@ -93,7 +95,11 @@ def parity(report: Report, backend: Backend) -> None:
 def cases(backend: Backend, dtype: mx.Dtype) -> dict[str, tuple[Callable[[], mx.array], Callable[[], mx.array]]]:
     """Per op: ours, and what MLX has built in for the same. The sizes are those of a layer with 4,096 columns."""
     width, heads, kv_heads, head_dim, keys = 4096, 32, 8, 128, 2048
-    x, stream, weight = normal(1, 1, width, dtype=dtype), normal(2, 1, width, dtype=dtype), normal(3, width, dtype=dtype)
+    x, stream, weight = (
+        normal(1, 1, width, dtype=dtype),
+        normal(2, 1, width, dtype=dtype),
+        normal(3, width, dtype=dtype),
+    )
     group_size = 64
     square, stacked = (matrix(rows, width, 4, group_size, dtype) for rows in (width, 2 * 14336))
     table, head = (matrix(32000, width, 4, group_size, dtype) for _ in range(2))

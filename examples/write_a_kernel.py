@@ -2,8 +2,8 @@
 
 python examples/write_a_kernel.py
 
-The kernel sums the rows of a matrix: one threadgroup a row, a simdgroup function for 32 lanes at a time, and threadgroup
-memory for what the simdgroups found. Each draft mends what the checks said about the one before it.
+The kernel sums the rows of a matrix: one threadgroup a row, a simdgroup function for 32 lanes at a time, and
+threadgroup memory for what the simdgroups found. Each draft mends what the checks said about the one before it.
 """
 
 from __future__ import annotations

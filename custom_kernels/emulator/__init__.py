@@ -47,7 +47,7 @@ def emulate(
         return _emulate_launch(kernel, inputs, orders=orders, seconds=seconds)
     arrays = [x if isinstance(x, mx.array) else _scalar(x) for x in inputs]
     recorded = record(lambda *given: kernel(inputs=list(given), **options), arrays)
-    label = name or recorded.name.removeprefix("custom_kernel_").split("__")[0]
+    label = name or recorded.label
     pieces = tuple((file, text) for file, text in ((f"{label}.h", header), (f"{label}.metal", source)) if text)
     return emulate_recorded(
         label, recorded, pieces, written=written, optional=optional_outputs, init_value=init_value, orders=orders,

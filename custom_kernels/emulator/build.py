@@ -1,4 +1,4 @@
-"""From a generated text to a library: clang with real address spaces, checks before every access, and a cache on disk."""
+"""From a generated text to a library: clang with real address spaces, a check before every access, a cache on disk."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ FLAGS = (
     "-fbfloat16-excess-precision=none",
     *MACHINE,
 )
-# Unused names, precedence and signs are left to the author, as Metal's compiler leaves them; attributes are Metal's own.
+# Unused names, precedence and signs are left to the author; attributes are Metal's own.
 WARNINGS = (
     "-Wall",
     "-Werror",

@@ -8,9 +8,8 @@ from turbospark_mlx.custom_kernels.emulator.instrument import Place
 from turbospark_mlx.errors import KernelFault
 
 WORDS = {
-    "null": "uses an address that belongs to nothing ({address}): an input that was not given, or a broken pointer",
+    "stray": "uses an address that belongs to no buffer ({address:#x}): a wild index, or an input that was not given",
     "input": "writes to the input {name} (byte {offset}), which is read only",
-    "constant": "writes to constant memory",
     "alignment": "touches {name} at byte {offset}, but an access of {size} bytes has to be aligned to {alignment}",
     "index": "takes element {index} of {array}",
     "overflow": "an int overflows, which has no defined result: use uint, long or smaller factors",

@@ -18,6 +18,9 @@ LOCATION = re.compile(
     r"!(\d+) = (?:distinct )?!DILocation\(line: (\d+), column: (\d+), scope: !(\d+)(?:, inlinedAt: !(\d+))?"
 )
 SCOPE = re.compile(r"!(\d+) = (?:distinct )?!DI(?:Subprogram|LexicalBlock|LexicalBlockFile)\((.*)\)")
+AUTO = re.compile(r'^!(\d+) = !\{!"auto-init"\}', re.MULTILINE)
+AUTO_STORE = re.compile(r"  store (<[^>]*>|\[[^\]]*\]|\w+) .*, ptr (%\S+), align")
+AUTO_CALL = re.compile(r"  call void @llvm\.mem\w+\.\S*\(ptr .*?(%\S+), .*i64 (\d+), i1 false\)")
 FILE = re.compile(r'!(\d+) = !DIFile\(filename: "((?:[^"\\]|\\.)*)"')
 
 
@@ -108,11 +111,27 @@ def instrument(text: str, own: tuple[str, ...]) -> tuple[str, list[tuple[Place, 
         nonlocal temporaries
         temporaries += 1
         name = f"%emu.{temporaries}"
+        what += "_constant" if what == "read" and pointer.startswith("ptr addrspace(2)") else ""
         result.append(f"  {name} = ptrtoint {pointer} to i64")
         result.append(f"  call void @emu_{what}(i64 {name}, i32 {size}, i32 {alignment}, i32 {site})")
 
+    def poison(pointer: str, size: int | str) -> None:
+        nonlocal temporaries
+        temporaries += 1
+        result.append(f"  %emu.{temporaries} = load i8, ptr @emu_poison")
+        result.append(f"  call void @llvm.memset.p0.i64(ptr {pointer}, i8 %emu.{temporaries}, i64 {size}, i1 false)")
+
+    auto = {f"!annotation !{number}" for number in AUTO.findall(text)}
     # Unrolled, the checks would only make more code.
     for line in text.replace('"llvm.loop.unroll.full"', '"llvm.loop.unroll.disable"').splitlines():
+        # What private memory holds before it is written: clang's own pattern, made to differ between runs.
+        if auto and any(line.endswith(mark) for mark in auto):
+            if store := AUTO_STORE.match(line):
+                poison(store[2], byte_count(store[1]))
+                continue
+            if call := AUTO_CALL.match(line):
+                poison(call[1], call[2])
+                continue
         debug = re.search(r"!dbg !(\d+)", line)
         site = lambda debug=debug: sites.number(locations.chain(int(debug[1]) if debug else None))  # noqa: E731
         if load := LOAD.match(line):
@@ -135,8 +154,11 @@ def instrument(text: str, own: tuple[str, ...]) -> tuple[str, list[tuple[Place, 
         elif RUNTIME.search(line):
             result.append(f"  store i32 {site()}, ptr @emu_site")
         result.append(line)
-    declarations = [f"declare void @emu_{what}(i64, i32, i32, i32)" for what in ("read", "write")]
-    return "\n".join([*result, "@emu_site = external global i32", *declarations]) + "\n", sites.places
+    declarations = [f"declare void @emu_{what}(i64, i32, i32, i32)" for what in ("read", "read_constant", "write")]
+    if "declare void @llvm.memset.p0.i64(" not in text:
+        declarations.append("declare void @llvm.memset.p0.i64(ptr, i8, i64, i1)")
+    declarations += ["@emu_site = external global i32", "@emu_poison = external global i8"]
+    return "\n".join([*result, *declarations]) + "\n", sites.places
 
 
 def _pointer(line: str, operand: str) -> str:

@@ -169,7 +169,7 @@ def run_once(
             report = json.loads(done.stdout.splitlines()[-1])
         except (IndexError, ValueError) as error:
             raise BackendError(
-                f"the process that emulates the kernel {name} ended with {done.returncode}: {done.stderr.strip()[-1000:]}"
+                f"the process that emulates the kernel {name} ended with {done.returncode}: {done.stderr[-1000:]}"
             ) from error
         if "fault" in report:
             raise faults.fault(name, report, library.places)
@@ -192,7 +192,8 @@ def emulate_recorded(
 ) -> list[mx.array]:
     """Compile and run a dispatch with all checks, and return its outputs. Raises KernelFault.
 
-    The inputs that it may write to, ``written``, are changed in place. It runs once in thread order, and ``orders`` times in shuffled orders on other rubbish in unwritten memory.
+    The inputs that it may write to, ``written``, are changed in place. It runs once in thread order, and ``orders``
+    times in shuffled orders with other rubbish in unwritten memory.
     """
     prepared = prepare(name, recorded.text, pieces)
     geometry(name, recorded)
@@ -241,19 +242,19 @@ def _raise_difference(name, library, output, buffers, one, other, first, run, se
         what, site, who = first.suspect
         raise KernelFault(
             "uninitialized",
-            f"kernel {name}, {faults.place(library.places[site])}, {faults.thread(who)}: reads {what} before anything is "
-            f"written there, and element {element} of {output} depends on it",
+            f"kernel {name}, {faults.place(library.places[site])}, {faults.thread(who)}: reads {what} before anything "
+            f"is written there, and element {element} of {output} depends on it",
         )
     if np.array_equal(ordered.outputs[i], other):
         raise KernelFault(
             "uninitialized",
-            f"kernel {name}: element {element} of {output} depends on memory that nothing was written to, or on the value "
-            "of a lane that took no part in a simdgroup function",
+            f"kernel {name}: element {element} of {output} depends on a variable that nothing was written to, or on "
+            "the value of a lane that took no part in a simdgroup function",
         )
     raise KernelFault(
         "order",
-        f"kernel {name}: element {element} of {output} changes with the order in which threads run (seed {seed}): a barrier "
-        "is missing, or the order of atomic operations decides",
+        f"kernel {name}: element {element} of {output} changes with the order in which threads run (seed {seed}): the "
+        "order of atomic operations decides, or a barrier is missing",
     )
 
 

@@ -42,8 +42,11 @@ struct Slot {
 
 }  // namespace
 
+// Where the running thread is, and what unwritten memory holds; compiled kernels use both by name.
 extern "C" uint32_t emu_site;
+extern "C" uint8_t emu_poison;
 uint32_t emu_site;
+uint8_t emu_poison;
 
 namespace {
 
@@ -76,7 +79,6 @@ Body body;
 uint32_t tick, group_start, group_tick[2], threads_in_group;
 uint64_t random_state;
 bool shuffled, has_fibers;
-uint8_t poison;
 const char* suspect_name;
 uint32_t suspect_site, suspect_thread;
 uint32_t seconds_allowed;
@@ -184,7 +186,7 @@ void permute(uint32_t* order, uint32_t count) {
   }
 }
 
-Slot* slot_of(uint64_t address, uint32_t size, uint32_t site) {
+Slot* slot_of(uint64_t address, uint32_t size, uint32_t site, bool may_be_constant) {
   const uint64_t index = (address - base) >> slot_shift;
   if (index < MAX_SLOTS) {
     Slot* slot = &slots[index];
@@ -196,7 +198,8 @@ Slot* slot_of(uint64_t address, uint32_t size, uint32_t site) {
           slot->kind == THREADGROUP);
     }
   }
-  if (address < 1 << 20) fault("null", site, self(), "\"address\":%llu", (unsigned long long)address);
+  // Constants of the program lie in the kernel's library.
+  if (!may_be_constant || address < 1 << 20) fault("stray", site, self(), "\"address\":%llu", (unsigned long long)address);
   return nullptr;
 }
 
@@ -355,7 +358,7 @@ void run_simdgroup(uint32_t index) {
       emu_exchange& exchange = simdgroup.exchange[(first->exchanges - 1) & 1];
       exchange.active = active;
       exchange.done = 0;
-      memset(exchange.undefined, poison, sizeof exchange.undefined);
+      memset(exchange.undefined, emu_poison, sizeof exchange.undefined);
     }
     for (uint32_t i = 0; i < count; ++i) {
       if (lanes[i].state != DONE) lanes[i].state = READY;
@@ -444,18 +447,25 @@ void add_shadow(Slot& slot, uint64_t size) {
 
 // What the instrumented code calls before each access, and the shim in its functions.
 
-extern "C" void emu_read(uint64_t address, uint32_t size, uint32_t alignment, uint32_t site) {
+static void read(uint64_t address, uint32_t size, uint32_t alignment, uint32_t site, bool may_be_constant) {
   emu_site = site;
-  const Slot* slot = slot_of(address, size, site);
+  const Slot* slot = slot_of(address, size, site, may_be_constant);
   if (!slot) return;
   check_alignment(slot, address, size, alignment, site);
   if (slot->shadow && size) note(slot, address, size, site, false, false);
 }
 
+extern "C" void emu_read(uint64_t address, uint32_t size, uint32_t alignment, uint32_t site) {
+  read(address, size, alignment, site, false);
+}
+
+extern "C" void emu_read_constant(uint64_t address, uint32_t size, uint32_t alignment, uint32_t site) {
+  read(address, size, alignment, site, true);
+}
+
 extern "C" void emu_write(uint64_t address, uint32_t size, uint32_t alignment, uint32_t site) {
   emu_site = site;
-  const Slot* slot = slot_of(address, size, site);
-  if (!slot) fault("constant", site, self(), "\"address\":%llu", (unsigned long long)address);
+  const Slot* slot = slot_of(address, size, site, false);
   check_alignment(slot, address, size, alignment, site);
   if (slot->kind == READ_ONLY) {
     fault("input", site, self(), "\"name\":\"%s\",\"offset\":%llu", slot->name, (unsigned long long)(address - slot->begin));
@@ -464,8 +474,7 @@ extern "C" void emu_write(uint64_t address, uint32_t size, uint32_t alignment, u
 }
 
 extern "C" void emu_atomic(uint64_t address, uint32_t size) {
-  const Slot* slot = slot_of(address, size, emu_site);
-  if (!slot) fault("constant", emu_site, self(), "\"address\":%llu", (unsigned long long)address);
+  const Slot* slot = slot_of(address, size, emu_site, false);
   check_alignment(slot, address, size, size, emu_site);
   if (slot->kind == READ_ONLY) {
     fault("input", emu_site, self(), "\"name\":\"%s\",\"offset\":%llu", slot->name, (unsigned long long)(address - slot->begin));
@@ -502,7 +511,7 @@ extern "C" uint64_t emu_threadgroup(uint32_t index, uint64_t size, uint32_t alig
     slot.granule = granule;
     add_shadow(slot, size);
     slot.name = name;
-    memset(reinterpret_cast<void*>(slot.begin), poison, size);
+    memset(reinterpret_cast<void*>(slot.begin), emu_poison, size);
   }
   return slot.begin;
 }
@@ -583,12 +592,14 @@ extern "C" void __ubsan_handle_builtin_unreachable_abort(void*) { fault("missing
 // What worker.py calls, in this order.
 
 extern "C" void emu_begin(uint64_t largest, uint32_t poison_byte, uint32_t seconds) {
-  poison = uint8_t(poison_byte);
-  slot_shift = 20;
-  while ((1ull << slot_shift) < largest + 4 * PAGE) ++slot_shift;
-  slot_bytes = 1ull << slot_shift;
-  void* memory = mmap(
-      nullptr, (MAX_SLOTS + 1) * slot_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANON | MAP_NORESERVE, -1, 0);
+  emu_poison = uint8_t(poison_byte);
+  // Far apart, so that a wrong index in one buffer does not come out in another; closer where a limit forbids that.
+  void* memory = MAP_FAILED;
+  for (slot_shift = 33; memory == MAP_FAILED && (1ull << slot_shift) >= largest + 4 * PAGE; --slot_shift) {
+    slot_bytes = 1ull << slot_shift;
+    memory = mmap(nullptr, (MAX_SLOTS + 1) * slot_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANON | MAP_NORESERVE, -1, 0);
+  }
+  ++slot_shift;
   if (memory == MAP_FAILED) fault("memory", 0, 0, "\"bytes\":%llu", (unsigned long long)(MAX_SLOTS * slot_bytes));
   base = (uint64_t(memory) + slot_bytes - 1) / slot_bytes * slot_bytes;
   watch(seconds);
@@ -603,7 +614,7 @@ extern "C" uint64_t emu_buffer(uint32_t kind, uint64_t size, uint32_t alignment,
   slot.granule = granule;
   if (kind != READ_ONLY) add_shadow(slot, size);
   slot.name = name;
-  memset(reinterpret_cast<void*>(slot.begin), poison, size);
+  memset(reinterpret_cast<void*>(slot.begin), emu_poison, size);
   ++slot_count;
   return slot.begin;
 }
@@ -634,7 +645,7 @@ extern "C" void emu_run(void* kernel, const uint32_t* grid, const uint32_t* thre
     group_start = group_tick[0] = group_tick[1] = ++tick;
     for (Simdgroup& simdgroup : simdgroups) simdgroup.tick[0] = simdgroup.tick[1] = tick;
     for (uint32_t i = MAX_BUFFERS; i < MAX_SLOTS && slots[i].name; ++i) {
-      memset(reinterpret_cast<void*>(slots[i].begin), poison, slots[i].end - slots[i].begin);
+      memset(reinterpret_cast<void*>(slots[i].begin), emu_poison, slots[i].end - slots[i].begin);
     }
     for (uint32_t t = 0; t < threads_in_group; ++t) {
       Fiber& fiber = fibers[t];

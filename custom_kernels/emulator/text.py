@@ -34,10 +34,11 @@ FORBIDDEN = {
     "std": "Metal has no C++ standard library: its functions are in namespace metal",
 }
 SPACES = {"device", "constant", "threadgroup", "thread"}
-SCALARS = "bool char uchar short ushort int uint long ulong half bfloat float int8_t int16_t int32_t int64_t uint8_t"
+SCALARS = "bool char uchar short ushort int uint long ulong half bfloat float "
+SCALARS += "int8_t int16_t int32_t int64_t uint8_t uint16_t uint32_t uint64_t size_t ptrdiff_t float16_t bfloat16_t"
 TYPES = {
+    "void",
     *SCALARS.split(),
-    *"uint16_t uint32_t uint64_t size_t ptrdiff_t float16_t bfloat16_t void".split(),
     *(f"{name}{n}" for name in SCALARS.split()[:12] for n in (2, 3, 4)),
 }
 SPECIFIERS = ("const", "volatile", "constexpr", "static", "inline", "struct", "typename", "metal", "::")

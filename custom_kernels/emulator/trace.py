@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,15 @@ class Recorded:
     inputs: tuple[mx.array, ...]
     output_shapes: tuple[tuple[int, ...], ...]
     output_dtypes: tuple[mx.Dtype, ...]
+
+    @property
+    def label(self) -> str:
+        """The name that the kernel was given, without what MLX adds: one tag an array, and one for the template."""
+        count = len(self.inputs) + len(self.output_shapes)
+        plain = re.sub(
+            rf"(?:_(?:u?int\d+_t|float|float16_t|bfloat16_t|bool|complex64_t)[sc]*){{{count}}}$", "", self.name
+        )
+        return plain.removeprefix("custom_kernel_").split("__")[0]
 
 
 def record(function: Callable[..., Sequence[mx.array]], arrays: Sequence[mx.array]) -> Recorded:

@@ -141,11 +141,11 @@ def test_the_order_of_threads_decides():
     kernel = mx.fast.metal_kernel(
         name="last", input_names=["x"], output_names=["y"], source=source, atomic_outputs=True
     )
+    shapes = {"output_shapes": [(1,)], "output_dtypes": [mx.uint32]}
     with pytest.raises(KernelFault, match=r"kernel last: element 0 of y changes with the order"):
         emulator.emulate(
-            kernel, [mx.zeros(8)], grid=(64, 1, 1), threadgroup=(64, 1, 1), output_shapes=[(1,)], output_dtypes=[mx.uint32],
-            orders=3, name="last",
-        )  # fmt: skip
+            kernel, [mx.zeros(8)], grid=(64, 1, 1), threadgroup=(64, 1, 1), **shapes, orders=3, name="last"
+        )
 
 
 @pytest.mark.parametrize(
@@ -359,6 +359,21 @@ def test_a_signature_that_mlx_closes_too_early():
         emulator.emulate(kernel, [mx.zeros(8)], grid=(1, 1, 1), threadgroup=(1, 1, 1), **shapes)
 
 
+def test_a_kernel_keeps_its_name():
+    source = "y[thread_position_in_grid.x] = x[20] + a + b[0];"
+    for template in (None, [("T", mx.float16), ("N", 4)]):
+        kernel = mx.fast.metal_kernel(name="my_own", input_names=["x", "a", "b"], output_names=["y"], source=source)
+        options = {"grid": (1, 1, 1), "threadgroup": (1, 1, 1), "output_shapes": [(1,)], "output_dtypes": [mx.float16]}
+        with pytest.raises(KernelFault, match=r"kernel my_own, my_own.metal line 1, thread"):
+            emulator.emulate(kernel, [mx.zeros(20), 2.5, mx.zeros(3, mx.bfloat16)], template=template, **options)
+
+
 def test_what_is_not_one_kernel_is_refused():
     with pytest.raises(OptionError, match="calls 0"):
         emulator.emulate(lambda inputs, **options: [inputs[0] + 1], [mx.zeros(8)])
+
+
+def test_constants_of_the_program():
+    header = "constant float TABLE[4] = {1.0f, 2.0f, 3.0f, 4.0f};\n"
+    assert run(I + "y[i] = TABLE[i % 4];", header=header)[6] == 3
+    fault("index", I + "y[i] = TABLE[i];", "element", header=header)

@@ -1,4 +1,4 @@
-"""The Metal text that MLX generates for our kernels, recorded on any machine by tracing. test_emulator_parity.py runs it."""
+"""The Metal text that MLX generates for our kernels, recorded on any machine. test_emulator_parity.py runs it."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Calls of every kernel in the variants that models use, as (function, random arrays); sizes are small where they may."""
+"""Calls of every kernel in the variants that models use, as (function, random arrays); small where that is the same."""
 
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -12,7 +12,9 @@ CHECK_HELP = "compile and run the body of a Metal kernel, with every check there
 EPILOG = """\
 examples:
   turbospark-mlx kernel check scale.metal --input x=float32:1000 --output y=float32:1000 --grid 1000 --threadgroup 256
-  turbospark-mlx kernel check scale.metal        # where the file says // check: --input x=float32:1000 ...
+  turbospark-mlx kernel check scale.metal
+
+The second form is for a file that says the rest itself. See: turbospark-mlx kernel check --help
 """
 
 CHECK_EPILOG = """\
@@ -24,14 +26,14 @@ an input is NAME=TYPE:SHAPE[:CONTENT], NAME=NUMBER (passed as a 0-d array) or NA
   SHAPE    sizes with an x between: 4x64
   CONTENT  normal (floats by default), bits (integers by default: any), arange, or a number
 
-The kernel runs with its threads in order and in shuffled orders, on the text that MLX generates, one access checked after
-the other. Exit code 0: nothing found, and the outputs are printed. Exit code 1: what is wrong, with line and thread.
+The text that MLX generates runs with its threads in order and in shuffled orders, and every access is checked. Exit
+code 0: nothing found, and the outputs are printed. Exit code 1: what is wrong, with line and thread.
 
 examples:
   turbospark-mlx kernel check scale.metal --input x=float32:1000 --output y=float32:1000 --grid 1000 --threadgroup 256
   turbospark-mlx kernel check gemv.metal --header dot.h --input w=uint32:64x128 --input x=bfloat16:1024 \\
       --output y=bfloat16:64 --template T=bfloat16 --template K=1024 --grid 2048 --threadgroup 256 --orders 8
-  turbospark-mlx kernel check sum.metal --input x=x.npy --output y=float32:1 --grid 32 --threadgroup 32 --expect y=sum.npy
+  turbospark-mlx kernel check sum.metal --input x=x.npy --output y=float32:1 --grid 32 --threadgroup 32 --expect y=y.npy
 """
 
 
@@ -70,7 +72,9 @@ def _add_check_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--header", type=Path, help="a file whose text stands before the kernel function")
     parser.add_argument("--input", metavar="NAME=SPEC", **repeated, help="an input, in order; may be repeated")
     parser.add_argument("--output", metavar="NAME=TYPE:SHAPE", **repeated, help="an output, in order; may be repeated")
-    parser.add_argument("--template", metavar="NAME=VALUE", **repeated, help="a type, an int, true or false; repeatable")
+    parser.add_argument(
+        "--template", metavar="NAME=VALUE", **repeated, help="a type, an int, true or false; repeatable"
+    )
     parser.add_argument("--grid", metavar="X[,Y[,Z]]", type=_sizes, help="threads of the grid, not threadgroups")
     parser.add_argument("--threadgroup", metavar="X[,Y[,Z]]", type=_sizes, help="threads of a threadgroup")
     parser.add_argument("--strided", action="store_true", default=None, help="as ensure_row_contiguous=False")
@@ -81,9 +85,15 @@ def _add_check_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--orders", metavar="N", type=int, help="shuffled orders to try (3)")
     parser.add_argument("--seconds", metavar="S", type=int, help="time that one run may take (60)")
     parser.add_argument("--seed", metavar="N", type=int, help="of random inputs (0)")
-    parser.add_argument("--expect", metavar="NAME=FILE.npy", **repeated, help="what an output has to be; may be repeated")
-    parser.add_argument("--tolerance", metavar="T", type=float, help="error that --expect allows, of the largest value (1e-3)")
-    parser.add_argument("--save", metavar="FILE.npz", type=Path, help="write the outputs, in float32 where numpy lacks a type")
+    parser.add_argument(
+        "--expect", metavar="NAME=FILE.npy", **repeated, help="what an output has to be; may be repeated"
+    )
+    parser.add_argument(
+        "--tolerance", metavar="T", type=float, help="error that --expect allows, of the largest value (1e-3)"
+    )
+    parser.add_argument(
+        "--save", metavar="FILE.npz", type=Path, help="write the outputs, in float32 where numpy lacks a type"
+    )
 
 
 def _options(args: argparse.Namespace, source: str) -> argparse.Namespace:

@@ -41,7 +41,7 @@ METAL_FUNC T& unchecked(P object) {
     return a;                                                                                       \
   }
 
-#define EMU_ATOMICS(space)                                                                                            \
+#define EMU_ATOMICS(space, floats)                                                                                       \
   template <typename T>                                                                                               \
   METAL_FUNC T atomic_load_explicit(const volatile space atomic<T>* object, memory_order) {                           \
     return emu::unchecked<T>(object);                                                                                 \
@@ -68,8 +68,8 @@ METAL_FUNC T& unchecked(P object) {
     *expected = at;                                                                                                   \
     return false;                                                                                                     \
   }                                                                                                                   \
-  EMU_FETCH(add, space, (!is_same_v<T, bool>), a + b)                                                                 \
-  EMU_FETCH(sub, space, (!is_same_v<T, bool>), a - b)                                                                 \
+  EMU_FETCH(add, space, (!is_same_v<T, bool> && (floats || !is_same_v<T, float>)), a + b)                                                                 \
+  EMU_FETCH(sub, space, (!is_same_v<T, bool> && (floats || !is_same_v<T, float>)), a - b)                                                                 \
   EMU_FETCH(min, space, (is_same_v<T, int> || is_same_v<T, uint>), a < b ? a : b)                                     \
   EMU_FETCH(max, space, (is_same_v<T, int> || is_same_v<T, uint>), a > b ? a : b)                                     \
   EMU_FETCH(and, space, (is_same_v<T, int> || is_same_v<T, uint>), a& b)                                              \
@@ -77,8 +77,8 @@ METAL_FUNC T& unchecked(P object) {
   EMU_FETCH(xor, space, (is_same_v<T, int> || is_same_v<T, uint>), a ^ b)
 
 namespace metal {
-EMU_ATOMICS(device)
-EMU_ATOMICS(threadgroup)
+EMU_ATOMICS(device, true)
+EMU_ATOMICS(threadgroup, false)
 }  // namespace metal
 
 #undef EMU_FETCH
