@@ -52,7 +52,9 @@ class Result:
 @functools.cache
 def runtime() -> Path:
     """The library that runs kernels, compiled once."""
-    text = read_source(HERE / "runtime.hpp").replace('#include "thread.h"', read_source(HERE / "thread.h"))
+    text = read_source(HERE / "runtime.hpp")
+    for part in ("threads.hpp", "memory.hpp", "state.hpp", "thread.h"):
+        text = text.replace(f'#include "{part}"', read_source(HERE / part).replace("#pragma once", ""))
     for candidate in compiler.candidates():
         if candidate.name in ("ziglang", "clang++"):
             return compiler.build("emulator", text, candidate)
