@@ -9,6 +9,7 @@ from turbospark_mlx.custom_kernels.affine import affine_embedding, affine_matmul
 from turbospark_mlx.custom_kernels.dense import dense_matmul
 from turbospark_mlx.custom_kernels.norm import add_rms_norm, gated_rms_norm, rms_norm, rms_norm_add
 from turbospark_mlx.custom_kernels.rotary import qkv_epilogue, rotation_table
+from turbospark_mlx.custom_kernels.rotation import rotate, rotations
 from turbospark_mlx.custom_kernels.sdpa import attention, cache_attention
 
 __all__ = [
@@ -24,5 +25,7 @@ __all__ = [
     "qkv_epilogue",
     "rms_norm",
     "rms_norm_add",
+    "rotate",
     "rotation_table",
+    "rotations",
 ]

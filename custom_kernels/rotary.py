@@ -10,6 +10,7 @@ import numpy as np
 from turbospark_mlx.custom_kernels.backends import Backend
 from turbospark_mlx.custom_kernels.backends.kernel import Kernel, Launch, float_bits
 from turbospark_mlx.custom_kernels.norm import rms_norm_reference
+from turbospark_mlx.custom_kernels.rotation import rotations
 from turbospark_mlx.errors import OptionError
 
 KERNEL = Kernel("fused_qkv_epilogue", inputs=("qkv", "rotation", "q_norm", "k_norm"), outputs=("q", "kv"))
@@ -21,8 +22,7 @@ def rotation_table(frequencies: np.ndarray, offset: int, length: int) -> mx.arra
 
     ``frequencies [D / 2]`` are radians a position.
     """
-    angles = np.arange(offset, offset + length, dtype=np.float64)[:, None] * frequencies
-    return mx.array(np.stack([np.cos(angles), np.sin(angles)], axis=-1).astype(np.float32))
+    return rotations(frequencies, np.arange(offset, offset + length))
 
 
 def qkv_epilogue_reference(qkv, rotation, *, heads: int, kv_heads: int, q_norm=None, k_norm=None, eps=None):

@@ -95,6 +95,11 @@ def norms(backend, shape, dtype, weight_dtype):
     yield scaled, [x, weight, stream, mx.ones((1,), weight_dtype)]
 
 
+def rotate(backend, shape, pairs, dtype, **options):
+    arrays = [mx.zeros(shape, dtype), mx.zeros((shape[2], pairs, 2))]
+    return partial(ck.rotate, **options, backend=backend), arrays
+
+
 def variants(backend: Backend) -> Iterator[Call]:
     for bits in (2, 3, 4, 5, 6, 8):
         for dtype in DTYPES:
@@ -120,3 +125,7 @@ def variants(backend: Backend) -> Iterator[Call]:
     for dtype in DTYPES:
         yield from norms(backend, (1, 3, 4096), dtype, mx.bfloat16)
         yield from norms(backend, (2, 5, 3, 80), dtype, dtype)
+        yield rotate(backend, (1, 8, 3, 128), 64, dtype)
+        yield rotate(backend, (1, 4, 3, 256), 32, dtype)
+        yield rotate(backend, (1, 4, 1, 512), 64, dtype, span=512)
+        yield rotate(backend, (1, 16, 3, 192), 32, dtype, start=128, interleaved=True)
