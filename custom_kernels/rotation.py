@@ -19,7 +19,7 @@ VALUES_PER_GROUP = 1 << 14
 """Values that are worth a hand-over to another core."""
 
 
-def rotations(frequencies: np.ndarray, positions: np.ndarray, *, magnitude: float = 1.0) -> mx.array:
+def rotations(frequencies: np.ndarray, positions: np.ndarray, *, magnitude: float = 1.0) -> np.ndarray:
     """Cosines and sines ``[L, P, 2]``, float32, of ``positions * frequencies``, times ``magnitude``.
 
     ``frequencies [P]`` are radians a position. ``positions`` are ``[L]``, or ``[L, P]`` where pairs follow positions of
@@ -28,7 +28,7 @@ def rotations(frequencies: np.ndarray, positions: np.ndarray, *, magnitude: floa
     """
     positions = np.asarray(positions, dtype=np.float64)
     angles = (positions if positions.ndim == 2 else positions[:, None]) * frequencies
-    return mx.array((np.stack([np.cos(angles), np.sin(angles)], axis=-1) * magnitude).astype(np.float32))
+    return (np.stack([np.cos(angles), np.sin(angles)], axis=-1) * magnitude).astype(np.float32)
 
 
 def rotate_reference(x, rotation, *, interleaved: bool = False, start: int = 0, span: int | None = None) -> mx.array:

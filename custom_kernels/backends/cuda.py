@@ -8,7 +8,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from turbospark_mlx.custom_kernels.backends.kernel import METAL, Kernel, Launch, bind, given, null_pointers, read_source
+from turbospark_mlx.custom_kernels.backends.kernel import METAL, Kernel, Launch, bind, body, given, read_source
 
 # Metal's thread attributes arrive as arguments; CUDA's are built in.
 ATTRIBUTES = """
@@ -34,12 +34,12 @@ def header(kernel: Kernel) -> str:
 
 
 @cache
-def _function(kernel: Kernel, absent: tuple[str, ...]):
+def _function(kernel: Kernel, names: tuple[tuple[str, ...], tuple[str, ...]]):
     return mx.fast.cuda_kernel(
         name=kernel.name,
-        input_names=[name for name in kernel.inputs if name not in absent],
-        output_names=list(kernel.outputs),
-        source=ATTRIBUTES + translate(null_pointers(absent) + kernel.source),
+        input_names=list(names[0]),
+        output_names=list(names[1]),
+        source=ATTRIBUTES + translate(body(kernel, names)),
         header=header(kernel),
         ensure_row_contiguous=not kernel.strided,
     )
@@ -47,7 +47,7 @@ def _function(kernel: Kernel, absent: tuple[str, ...]):
 
 @cache
 def _bound(call: Launch):
-    return bind(_function(call.kernel, call.absent), call)
+    return bind(_function(call.kernel, call.names), call)
 
 
 def launch(call: Launch, inputs: tuple[mx.array | None, ...]) -> list[mx.array]:

@@ -66,7 +66,7 @@ def test_every_way_of_pairing(backend, rng, kind, shape):
     x = normal(rng, *shape, head_dim)
     frequencies = 100.0 ** -(np.arange(len(pairs)) / len(pairs))
     positions = np.arange(5, 5 + shape[2])
-    table = ck.rotations(frequencies, positions)
+    table = mx.array(ck.rotations(frequencies, positions))
     expected = turned(oracle.float64(x), positions[:, None] * frequencies, pairs)
     for y in (
         ck.rotate(x, table, **options, backend=backend),
@@ -83,7 +83,7 @@ def test_as_mlx_does_it(backend, rng, traditional):
     x = normal(rng, 2, 4, 9, 32)
     frequencies = 10000.0 ** (-np.arange(0, 32, 2) / 32)
     theirs = mx.fast.rope(x, 32, traditional=traditional, base=10000.0, scale=1.0, offset=1000)
-    table = ck.rotations(frequencies, np.arange(1000, 1009))
+    table = mx.array(ck.rotations(frequencies, np.arange(1000, 1009)))
     ours = ck.rotate(x, table, interleaved=traditional, backend=backend)
     # MLX's angles are float32, which at position 1000 are good to 6e-5.
     assert oracle.relative_error(ours, oracle.float64(theirs)) < 1e-4
@@ -108,7 +108,7 @@ def test_views_are_read_in_place(backend, rng):
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
 def test_half_precision_keeps_its_dtype(backend, rng, dtype):
-    x, table = normal(rng, 1, 2, 3, 16, dtype=dtype), ck.rotations(np.ones(4), np.arange(3))
+    x, table = normal(rng, 1, 2, 3, 16, dtype=dtype), mx.array(ck.rotations(np.ones(4), np.arange(3)))
     y = ck.rotate(x, table, backend=backend)
     assert y.dtype == dtype
     expected = turned(oracle.float64(x), np.arange(3)[:, None] * np.ones(4), [(i, i + 4) for i in range(4)])
@@ -118,18 +118,18 @@ def test_half_precision_keeps_its_dtype(backend, rng, dtype):
 
 def test_tables(rng):
     frequencies = np.array([1.0, 0.1, 0.01])
-    table = np.array(ck.rotations(frequencies, np.array([0, 90000])))
+    table = ck.rotations(frequencies, np.array([0, 90000]))
     angles = np.array([0, 90000])[:, None] * frequencies
     np.testing.assert_allclose(table, np.stack([np.cos(angles), np.sin(angles)], -1), atol=1e-7)
     # YaRN's magnitude lengthens what is turned.
     np.testing.assert_allclose(
-        np.linalg.norm(np.array(ck.rotations(frequencies, np.arange(4), magnitude=1.3466)), axis=-1), 1.3466, rtol=1e-6
+        np.linalg.norm((ck.rotations(frequencies, np.arange(4), magnitude=1.3466)), axis=-1), 1.3466, rtol=1e-6
     )
     # mRoPE: each pair follows one of three positions.
     positions = np.array([[3, 5, 7], [4, 4, 4]])
-    table = np.array(ck.rotations(frequencies, positions))
+    table = ck.rotations(frequencies, positions)
     np.testing.assert_allclose(table[0, :, 1], np.sin([3.0, 0.5, 0.07]), atol=1e-7)
-    np.testing.assert_array_equal(table[1], np.array(ck.rotations(frequencies, np.array([4])))[0])
+    np.testing.assert_array_equal(table[1], (ck.rotations(frequencies, np.array([4])))[0])
 
 
 def test_what_does_not_fit_is_named(backend):
