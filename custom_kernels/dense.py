@@ -5,7 +5,10 @@ from __future__ import annotations
 import mlx.core as mx
 
 from turbospark_mlx.custom_kernels.backends import Backend, blas
+from turbospark_mlx.custom_kernels.backends.op import Op
 from turbospark_mlx.errors import OptionError
+
+DENSE_MATMUL = Op("dense_matmul", cpu="blas")
 
 
 def dense_matmul_reference(x, weight, *, bias=None) -> mx.array:
@@ -27,8 +30,8 @@ def dense_matmul(x: mx.array, weight: mx.array, *, bias: mx.array | None = None,
     if x.size == 0:
         return mx.zeros((*x.shape[:-1], weight.shape[0]), dtype=x.dtype)
     if backend.device == "cpu":
-        backend.count("dense_matmul", "blas")
+        backend.count(DENSE_MATMUL.name, "blas")
         return blas.dense_matmul(x, weight, bias=bias)
-    backend.count("dense_matmul", "mlx")
+    backend.count(DENSE_MATMUL.name, "mlx")
     y = x @ weight.T.astype(x.dtype)
     return y if bias is None else y + bias.astype(x.dtype)

@@ -12,9 +12,11 @@ import numpy as np
 
 from turbospark_mlx.custom_kernels.backends import Backend
 from turbospark_mlx.custom_kernels.backends.kernel import Kernel, Launch
+from turbospark_mlx.custom_kernels.backends.op import Op
 from turbospark_mlx.errors import OptionError
 
 KERNEL = Kernel("rope", inputs=("x", "rotation"), outputs=("y",), headers=("rotary",))
+ROTATE = Op("rotate", (KERNEL,))
 VALUES_PER_GROUP = 1 << 14
 """Values that are worth a hand-over to another core."""
 
@@ -103,9 +105,9 @@ def rotate(
         raise OptionError(f"rotate: {width} dimensions from {start} on are not within the {head_dim} of a head")
     if x.size == 0 or pairs == 0:
         return x
-    if backend.launch is not None and (backend.device == "gpu" or x.dtype == mx.float32):
-        backend.count("rotate", "kernel")
+    if ROTATE.serves(backend, x.dtype):
+        backend.count(ROTATE.name, "kernel")
         call = plan(backend.name, x.shape, pairs, interleaved, start, width // 2, x.dtype, rotation.dtype)
         return backend.launch(call, (x, rotation))[0]
-    backend.count("rotate", "mlx")
+    backend.count(ROTATE.name, "mlx")
     return rotate_reference(x, rotation, interleaved=interleaved, start=start, span=width)

@@ -14,6 +14,9 @@ from turbospark_mlx.custom_kernels.backends.kernel import Launch
 from turbospark_mlx.errors import BackendError
 
 KERNELS = ("auto", "metal", "cuda", "host", "reference")
+DEVICES = {"metal": "gpu", "cuda": "gpu", "host": "cpu"}
+"""What the back ends with kernels of ours run on; ``"reference"`` runs on MLX's default device."""
+NEEDS = {"metal": "an Apple GPU", "cuda": "an NVIDIA GPU and mlx[cuda13]"}
 
 
 @dataclass(frozen=True)
@@ -56,20 +59,32 @@ def select(kernels: str = "auto") -> Backend:
         kernels = next((name for name, there in available.items() if there), "reference" if on_gpu else "host")
         if kernels == "host":
             try:
-                return Backend("host", "cpu", host.describe(), host.launch, host.prepare)
+                return Backend("host", DEVICES["host"], host.describe(), host.launch, host.prepare)
             except BackendError as error:
                 return Backend("reference", "cpu", f"MLX's own operations and numpy's BLAS, because {error}")
     if kernels in available:
         if not available[kernels]:
             raise BackendError(
-                f"kernels={kernels!r}: MLX's default device here is {mx.default_device()}; try kernels='auto'"
+                f"kernels={kernels!r} needs {NEEDS[kernels]}; MLX's default device here is {mx.default_device()}: "
+                "try kernels='auto'"
             )
         module = metal if kernels == "metal" else cuda
-        return Backend(kernels, "gpu", f"our kernels through mx.fast.{kernels}_kernel", module.launch)
+        return Backend(kernels, DEVICES[kernels], f"our kernels through mx.fast.{kernels}_kernel", module.launch)
     if kernels == "host":
         if on_gpu:
             raise BackendError("kernels='host' runs on a CPU; call mlx.core.set_default_device(mlx.core.cpu) first")
-        return Backend("host", "cpu", host.describe(), host.launch, host.prepare)
+        return Backend("host", DEVICES["host"], host.describe(), host.launch, host.prepare)
     return Backend(
         "reference", "gpu" if on_gpu else "cpu", "MLX's own operations" + ("" if on_gpu else " and numpy's BLAS")
     )
+
+
+def survey() -> dict[str, Backend | str]:
+    """For each back end but ``"auto"``: what `select` gives for it on this machine, or the reason why it cannot run."""
+    found: dict[str, Backend | str] = {}
+    for name in KERNELS[1:]:
+        try:
+            found[name] = select(name)
+        except BackendError as error:
+            found[name] = str(error)
+    return found

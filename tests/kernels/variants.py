@@ -6,6 +6,7 @@ from functools import partial
 import mlx.core as mx
 
 from turbospark_mlx import custom_kernels as ck
+from turbospark_mlx.custom_kernels import decode_attention, rotary, sdpa
 from turbospark_mlx.custom_kernels.backends import Backend
 
 Call = tuple[Callable[..., mx.array], list[mx.array]]
@@ -77,6 +78,39 @@ def epilogue(backend, length, heads, kv_heads, head_dim, dtype, *, normed):
     return call, arrays
 
 
+def append(backend, length, heads, kv_heads, head_dim, capacity, dtype):
+    """The epilogue that writes into a cache, past its end and on from its beginning."""
+    arrays = [
+        mx.zeros((1, length, (heads + 2 * kv_heads) * head_dim), dtype),
+        mx.zeros((length, head_dim // 2, 2)),
+        mx.zeros((2, 1, kv_heads, capacity, head_dim), dtype),
+        mx.array([2 * capacity - 2], mx.int32),
+    ]
+
+    def call(qkv, rotation, cache, start):
+        sizes = {"heads": heads, "kv_heads": kv_heads}
+        if not ck.appends(qkv, backend):
+            return rotary.qkv_append_reference(qkv, rotation, cache, start, **sizes)
+        return ck.qkv_append(qkv, rotation, cache, start, **sizes, backend=backend), cache
+
+    return call, arrays
+
+
+def attend_cache(backend, heads, kv_heads, length, capacity, start, head_dim, dtype, **options):
+    arrays = [
+        mx.zeros((1, heads, length, head_dim), dtype),
+        mx.zeros((2, 1, kv_heads, capacity, head_dim), dtype),
+        mx.array([start], mx.int32),
+    ]
+
+    def call(q, kv, start):
+        if not decode_attention.serves(q, kv.size, "causal", backend):
+            return sdpa.cache_attention_reference(q, kv, start, scale=0.125, **options)
+        return ck.cache_attention(q, kv, start, scale=0.125, **options, backend=backend)
+
+    return call, arrays
+
+
 def norms(backend, shape, dtype, weight_dtype):
     """Every norm at one shape, as models call them; the residual stream may be wider than the activations."""
     x, weight, stream = mx.zeros(shape, dtype), mx.ones(shape[-1:], weight_dtype), mx.zeros(shape, mx.float32)
@@ -119,6 +153,10 @@ def variants(backend: Backend) -> Iterator[Call]:
     for dtype in DTYPES:
         yield epilogue(backend, 1, 32, 8, 128, dtype, normed=False)
         yield epilogue(backend, 3, 4, 2, 64, dtype, normed=True)
+        yield append(backend, 1, 32, 8, 128, 40, dtype)
+        yield append(backend, 5, 9, 3, 64, 40, dtype)
+        yield attend_cache(backend, 32, 8, 1, 1024, 700, 128, dtype)
+        yield attend_cache(backend, 9, 3, 4, 64, 20, 64, dtype, mask="causal")
     for dtype in DTYPES:
         yield attend(backend, 8, 1, 8, 5000, 128, 128, dtype, dtype, sinks=True, mask="causal", window=4096)
         yield attend(backend, 8, 2, 1, 30, 128, 128, dtype, mx.float16, sinks=True, window=7)
