@@ -1,9 +1,10 @@
-"""Calls of every kernel in the variants that models use, as (function, example arrays) to be traced, not run."""
+"""Calls of every kernel in the variants that models use, as (function, random arrays), small where size is no matter."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
 
 import mlx.core as mx
+import numpy as np
 
 from turbospark_mlx import custom_kernels as ck
 from turbospark_mlx.custom_kernels import decode_attention, rotary, sdpa
@@ -14,14 +15,26 @@ Call = tuple[Callable[..., mx.array], list[mx.array]]
 DTYPES = (mx.float16, mx.bfloat16, mx.float32)
 
 
+def normal(*shape, dtype=mx.float32, scale=1.0):
+    """The same numbers for the same shape, so that two back ends are given the same."""
+    values = np.random.default_rng(shape).normal(scale=scale, size=shape)
+    return mx.array(values.astype(np.float32)).astype(dtype)
+
+
+def packed(rows, columns, bits, group_size, companions):
+    """An affine-quantized matrix as its three arrays."""
+    rng = np.random.default_rng((rows, columns, bits))
+    words = mx.array(rng.integers(0, 2**32, (rows, columns * bits // 32), dtype=np.uint32))
+    groups = (rows, columns // group_size)
+    return [words, normal(*groups, dtype=companions, scale=0.5**bits), normal(*groups, dtype=companions)]
+
+
 def affine(backend, rows, columns, out, bits, group_size, dtype, companions, *, gated=False, **options):
     """One product as (function, example arrays)."""
-    options = {name: mx.zeros(shape, dtype) for name, shape in options.items()}
+    options = {name: normal(*shape, dtype=dtype) for name, shape in options.items()}
     arrays = [
-        mx.zeros((rows, columns), dtype),
-        mx.zeros((out, columns * bits // 32), mx.uint32),
-        mx.zeros((out, columns // group_size), companions),
-        mx.zeros((out, columns // group_size), companions),
+        normal(rows, columns, dtype=dtype),
+        *packed(out, columns, bits, group_size, companions),
         *options.values(),
     ]
     function = ck.gated_affine_matmul if gated else ck.affine_matmul
@@ -36,10 +49,10 @@ def affine(backend, rows, columns, out, bits, group_size, dtype, companions, *, 
 
 def attend(backend, heads, kv_heads, length, keys, head_dim, value_dim, dtype, kv_dtype, *, sinks=False, **options):
     arrays = [
-        mx.zeros((1, heads, length, head_dim), dtype),
-        mx.zeros((1, kv_heads, keys, head_dim), kv_dtype),
-        mx.zeros((1, kv_heads, keys, value_dim), kv_dtype),
-        *([mx.zeros((heads,), dtype)] if sinks else []),
+        normal(1, heads, length, head_dim, dtype=dtype),
+        normal(1, kv_heads, keys, head_dim, dtype=kv_dtype),
+        normal(1, kv_heads, keys, value_dim, dtype=kv_dtype),
+        *([normal(heads, dtype=dtype)] if sinks else []),
     ]
 
     def call(q, k, v, logits=None):
@@ -49,12 +62,8 @@ def attend(backend, heads, kv_heads, length, keys, head_dim, value_dim, dtype, k
 
 
 def look_up(backend, count, bits, group_size, dtype):
-    arrays = [
-        mx.zeros((1, count), mx.uint32),
-        mx.zeros((500, 128 * bits // 32), mx.uint32),
-        mx.zeros((500, 128 // group_size), mx.bfloat16),
-        mx.zeros((500, 128 // group_size), mx.bfloat16),
-    ]
+    ids = mx.array(np.random.default_rng(count).integers(0, 500, (1, count), dtype=np.uint32))
+    arrays = [ids, *packed(500, 128, bits, group_size, mx.bfloat16)]
 
     def call(ids, *matrix):
         options = {"bits": bits, "group_size": group_size, "dtype": dtype}
@@ -64,10 +73,10 @@ def look_up(backend, count, bits, group_size, dtype):
 
 
 def epilogue(backend, length, heads, kv_heads, head_dim, dtype, *, normed):
-    norms = [mx.zeros((head_dim,), dtype)] * (2 if normed else 0)
+    norms = [normal(head_dim, dtype=dtype)] * (2 if normed else 0)
     arrays = [
-        mx.zeros((1, length, (heads + 2 * kv_heads) * head_dim), dtype),
-        mx.zeros((length, head_dim // 2, 2)),
+        normal(1, length, (heads + 2 * kv_heads) * head_dim, dtype=dtype),
+        normal(length, head_dim // 2, 2),
         *norms,
     ]
 
@@ -81,9 +90,9 @@ def epilogue(backend, length, heads, kv_heads, head_dim, dtype, *, normed):
 def append(backend, length, heads, kv_heads, head_dim, capacity, dtype):
     """The epilogue that writes into a cache, past its end and on from its beginning."""
     arrays = [
-        mx.zeros((1, length, (heads + 2 * kv_heads) * head_dim), dtype),
-        mx.zeros((length, head_dim // 2, 2)),
-        mx.zeros((2, 1, kv_heads, capacity, head_dim), dtype),
+        normal(1, length, (heads + 2 * kv_heads) * head_dim, dtype=dtype),
+        normal(length, head_dim // 2, 2),
+        normal(2, 1, kv_heads, capacity, head_dim, dtype=dtype),
         mx.array([2 * capacity - 2], mx.int32),
     ]
 
@@ -98,8 +107,8 @@ def append(backend, length, heads, kv_heads, head_dim, capacity, dtype):
 
 def attend_cache(backend, heads, kv_heads, length, capacity, start, head_dim, dtype, **options):
     arrays = [
-        mx.zeros((1, heads, length, head_dim), dtype),
-        mx.zeros((2, 1, kv_heads, capacity, head_dim), dtype),
+        normal(1, heads, length, head_dim, dtype=dtype),
+        normal(2, 1, kv_heads, capacity, head_dim, dtype=dtype),
         mx.array([start], mx.int32),
     ]
 
@@ -113,7 +122,7 @@ def attend_cache(backend, heads, kv_heads, length, capacity, start, head_dim, dt
 
 def norms(backend, shape, dtype, weight_dtype):
     """Every norm at one shape, as models call them; the residual stream may be wider than the activations."""
-    x, weight, stream = mx.zeros(shape, dtype), mx.ones(shape[-1:], weight_dtype), mx.zeros(shape, mx.float32)
+    x, weight, stream = normal(*shape, dtype=dtype), normal(*shape[-1:], dtype=weight_dtype), normal(*shape)
     options = {"eps": 1e-6, "backend": backend}
     yield partial(ck.rms_norm, weight=None, **options), [x]
     for centered in (False, True):
@@ -130,7 +139,7 @@ def norms(backend, shape, dtype, weight_dtype):
 
 
 def rotate(backend, shape, pairs, dtype, **options):
-    arrays = [mx.zeros(shape, dtype), mx.zeros((shape[2], pairs, 2))]
+    arrays = [normal(*shape, dtype=dtype), normal(shape[2], pairs, 2)]
     return partial(ck.rotate, **options, backend=backend), arrays
 
 
@@ -139,9 +148,9 @@ def variants(backend: Backend) -> Iterator[Call]:
         for dtype in DTYPES:
             yield affine(backend, 1, 384, 45, bits, 32, dtype, mx.float16)
     for rows in (1, 3, 8):
-        yield affine(backend, rows, 14336, 4096, 4, 64, mx.bfloat16, mx.bfloat16)
-        yield affine(backend, rows, 28672, 8192, 8, 128, mx.float32, mx.float32, residual=(rows, 8192))
-        yield affine(backend, rows, 4096, 28672, 4, 64, mx.bfloat16, mx.bfloat16, norm_weight=(4096,), gated=True)
+        yield affine(backend, rows, 14336, 42, 4, 64, mx.bfloat16, mx.bfloat16)
+        yield affine(backend, rows, 28672, 42, 8, 128, mx.float32, mx.float32, residual=(rows, 42))
+        yield affine(backend, rows, 4096, 42, 4, 64, mx.bfloat16, mx.bfloat16, norm_weight=(4096,), gated=True)
     yield affine(
         backend, 1, 576, 960, 4, 32, mx.float16, mx.float16, norm_weight=(576,), bias=(960,), residual=(1, 960)
     )
@@ -158,7 +167,7 @@ def variants(backend: Backend) -> Iterator[Call]:
         yield attend_cache(backend, 32, 8, 1, 1024, 700, 128, dtype)
         yield attend_cache(backend, 9, 3, 4, 64, 20, 64, dtype, mask="causal")
     for dtype in DTYPES:
-        yield attend(backend, 8, 1, 8, 5000, 128, 128, dtype, dtype, sinks=True, mask="causal", window=4096)
+        yield attend(backend, 8, 1, 8, 1100, 128, 128, dtype, dtype, sinks=True, mask="causal", window=900)
         yield attend(backend, 8, 2, 1, 30, 128, 128, dtype, mx.float16, sinks=True, window=7)
     for dtype in DTYPES:
         yield from norms(backend, (1, 3, 4096), dtype, mx.bfloat16)
@@ -167,3 +176,57 @@ def variants(backend: Backend) -> Iterator[Call]:
         yield rotate(backend, (1, 4, 3, 256), 32, dtype)
         yield rotate(backend, (1, 4, 1, 512), 64, dtype, span=512)
         yield rotate(backend, (1, 16, 3, 192), 32, dtype, start=128, interleaved=True)
+
+
+def misaligned(variant: Call) -> Call:
+    """The same call with every array one element away from where its memory begins."""
+    function, arrays = variant
+    shapes = [array.shape for array in arrays]
+
+    def call(*flat):
+        return function(*(a[1:].reshape(shape) for a, shape in zip(flat, shapes, strict=True)))
+
+    return call, [mx.concatenate([mx.zeros((1,), a.dtype), a.reshape(-1)]) for a in arrays]
+
+
+def awkward(backend: Backend) -> Iterator[Call]:
+    """Sizes that no model has and that a fault would show at: to be run, not only compiled."""
+    for dtype in DTYPES:
+        for bits in (2, 3, 4, 5, 6, 8):
+            for group_size, companions in ((32, mx.float16), (64, mx.bfloat16), (128, mx.float32)):
+                yield affine(backend, 1, 1056 // group_size * group_size, 130, bits, group_size, dtype, companions)
+                yield affine(backend, 3, 640, 45, bits, group_size, dtype, companions)
+                yield affine(backend, 8, 384, 301, bits, group_size, dtype, companions)
+        for rows in (1, 5):
+            around = {"norm_weight": (14336,), "bias": (514,), "residual": (rows, 514)}
+            yield affine(backend, rows, 14336, 514, 4, 64, dtype, mx.bfloat16, **around)
+            yield affine(backend, rows, 14336, 514, 4, 64, dtype, mx.bfloat16, norm_weight=(14336,), gated=True)
+        yield look_up(backend, 3, 4, 64, dtype)
+        for heads, kv_heads, length, keys, head_dim, value_dim, window, sinks in (
+            (1, 1, 1, 1, 64, 64, None, False),
+            (8, 1, 1, 31, 128, 128, None, True),
+            (8, 2, 3, 33, 64, 64, 7, True),
+            (32, 8, 1, 1000, 128, 128, None, False),
+            (32, 8, 1, 4097, 128, 128, None, True),
+            (9, 3, 8, 4097, 64, 64, 1000, False),
+            (16, 2, 1, 1000, 512, 512, None, False),
+            (16, 1, 1, 1000, 576, 512, None, False),
+            (3, 1, 2, 100, 80, 80, None, False),
+        ):
+            sizes = (heads, kv_heads, length, keys, head_dim, value_dim)
+            yield attend(backend, *sizes, dtype, dtype, sinks=sinks, mask="causal", window=window)
+        yield attend_cache(backend, 6, 2, 3, 37, 100, 16, dtype, mask="causal")
+        yield append(backend, 3, 3, 1, 80, 7, dtype)
+        yield epilogue(backend, 31, 3, 1, 80, dtype, normed=True)
+        for shape in ((577,), (1, 33, 4099), (3, 5, 2, 31)):
+            yield from norms(backend, shape, dtype, mx.float16)
+        yield rotate(backend, (2, 3, 5, 46), 7, dtype, start=5, span=20)
+        yield rotate(backend, (2, 3, 5, 23), 10, dtype, interleaved=True)
+    for dtype in DTYPES:
+        for bits in (3, 4, 8):
+            yield misaligned(affine(backend, 1, 96, 45, bits, 32, dtype, mx.float16, residual=(1, 45)))
+        yield misaligned(look_up(backend, 3, 3, 64, dtype))
+        yield misaligned(attend(backend, 8, 2, 1, 33, 64, 64, dtype, dtype))
+        yield misaligned(epilogue(backend, 2, 3, 1, 64, dtype, normed=True))
+        yield from map(misaligned, norms(backend, (3, 80), dtype, mx.bfloat16))
+        yield misaligned(rotate(backend, (1, 2, 3, 64), 32, dtype))
