@@ -16,7 +16,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -33,6 +32,8 @@ from tests.kernels.parity import compare, device_name, document, write
 
 REPEATS = 7
 LARGE = ((14336, 4096), (4096, 14336), (4096, 4096), (128256, 4096))
+SIZES = tuple((r, s, p, a) for r in (1, 2, 4) for s in (4, 8) for p in (1, 4) for a in (2, 4))
+"""Launch sizes to try: see `gemv.Sizes`."""
 SMALL = ((960, 576), (576, 576), (3072, 576), (576, 1536), (49152, 576))
 
 
@@ -146,14 +147,11 @@ def sweep(
     copies, size = copies_of(matrix(out, columns, 4, 64, dtype), total)
     x = normal(1, 1, columns, dtype=dtype)
     mx.eval(x)
-    usual = gemv.plan(backend.name, x.shape, 1, out, 4, 64, False, 0.0, False, dtype, dtype, None, None)
     calls = {}
-    for rows in (1, 2, 4):
-        for simdgroups in (4, 8, 16):
-            template = tuple((name, rows if name == "ROWS" else value) for name, value in usual.template)
-            groups = (-(-out // (rows * simdgroups)), 1)
-            call = replace(usual, template=template, groups=groups, simdgroups=simdgroups)
-            calls[f"{rows} rows, {simdgroups} simdgroups"] = call
+    for sizes in SIZES:
+        arguments = (backend.name, x.shape, 1, out, 4, 64, gemv.Form(), dtype, dtype, None, None)
+        call = gemv.plan(*arguments, gemv.Sizes(*sizes))
+        calls["rows {}, simdgroups {}, passes {}, ahead {}".format(*sizes)] = call
     seconds = interleaved(
         {
             name: lambda call=call: [backend.launch(call, (*parts, x, None, None, None))[0] for parts in copies]

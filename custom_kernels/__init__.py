@@ -4,9 +4,10 @@ Every op takes the back end that `backends.select` returned. Results have the dt
 in float32. A reference is the op's definition and may be slow.
 """
 
-from turbospark_mlx.custom_kernels import affine, backends, decode_attention, dense, norm, rotary, rotation
+from turbospark_mlx.custom_kernels import affine, backends, decode_attention, dense, head, norm, rotary, rotation
 from turbospark_mlx.custom_kernels.affine import affine_embedding, affine_matmul, gated_affine_matmul
 from turbospark_mlx.custom_kernels.dense import dense_matmul
+from turbospark_mlx.custom_kernels.head import greedy_head
 from turbospark_mlx.custom_kernels.norm import add_rms_norm, gated_rms_norm, rms_norm, rms_norm_add
 from turbospark_mlx.custom_kernels.rotary import appends, qkv_append, qkv_epilogue, rotation_table
 from turbospark_mlx.custom_kernels.rotation import rotate, rotations
@@ -17,6 +18,7 @@ OPS = (
     affine.GATED_AFFINE_MATMUL,
     affine.AFFINE_EMBEDDING,
     dense.DENSE_MATMUL,
+    head.GREEDY_HEAD,
     norm.RMS_NORM,
     norm.GATED_RMS_NORM,
     norm.RMS_NORM_ADD,
@@ -40,6 +42,7 @@ __all__ = [
     "dense_matmul",
     "gated_affine_matmul",
     "gated_rms_norm",
+    "greedy_head",
     "qkv_append",
     "qkv_epilogue",
     "rms_norm",

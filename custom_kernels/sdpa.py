@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Literal
 
 import mlx.core as mx
-import numpy as np
 
 from turbospark_mlx.custom_kernels import decode_attention
 from turbospark_mlx.custom_kernels.backends import Backend, blas

@@ -1,4 +1,4 @@
-"""Calls of every kernel in the variants that models use, as (function, random arrays), small where size is no matter."""
+"""Calls of every kernel in the variants that models use, as (function, random arrays), at small sizes."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -29,8 +29,8 @@ def packed(rows, columns, bits, group_size, companions):
     return [words, normal(*groups, dtype=companions, scale=0.5**bits), normal(*groups, dtype=companions)]
 
 
-def affine(backend, rows, columns, out, bits, group_size, dtype, companions, *, gated=False, **options):
-    """One product as (function, example arrays)."""
+def affine(backend, rows, columns, out, bits, group_size, dtype, companions, *, gated=False, fixed=None, **options):
+    """One product as (function, example arrays). ``options`` are shapes, ``fixed`` is given as it is."""
     options = {name: normal(*shape, dtype=dtype) for name, shape in options.items()}
     arrays = [
         normal(rows, columns, dtype=dtype),
@@ -38,11 +38,21 @@ def affine(backend, rows, columns, out, bits, group_size, dtype, companions, *, 
         *options.values(),
     ]
     function = ck.gated_affine_matmul if gated else ck.affine_matmul
-    more = {"eps": 1e-5} if "norm_weight" in options else {}
+    more = (fixed or {}) | ({"eps": 1e-5} if "norm_weight" in options else {})
 
     def call(x, weight, scales, biases, *rest):
         named = dict(zip(options, rest, strict=True)) | more
         return function(x, weight, scales, biases, bits=bits, group_size=group_size, **named, backend=backend)
+
+    return call, arrays
+
+
+def greedy(backend, rows, columns, out, bits, dtype):
+    arrays = [normal(rows, columns, dtype=dtype), *packed(out, columns, bits, 64, mx.bfloat16), normal(columns)]
+
+    def call(x, weight, scales, biases, norm_weight):
+        options = {"bits": bits, "group_size": 64, "norm_weight": norm_weight, "eps": 1e-5}
+        return ck.greedy_head(x, weight, scales, biases, **options, backend=backend)
 
     return call, arrays
 
@@ -144,7 +154,7 @@ def rotate(backend, shape, pairs, dtype, **options):
 
 
 def variants(backend: Backend) -> Iterator[Call]:
-    for bits in (2, 3, 4, 5, 6, 8):
+    for bits in (1, 2, 3, 4, 5, 6, 8):
         for dtype in DTYPES:
             yield affine(backend, 1, 384, 45, bits, 32, dtype, mx.float16)
     for rows in (1, 3, 8):
@@ -154,6 +164,13 @@ def variants(backend: Backend) -> Iterator[Call]:
     yield affine(
         backend, 1, 576, 960, 4, 32, mx.float16, mx.float16, norm_weight=(576,), bias=(960,), residual=(1, 960)
     )
+    for activation in ("silu", "gelu_tanh", "gelu_erf", "clamped_swiglu"):
+        fixed = {"activation": activation} | ({"limit": 0.5} if activation == "clamped_swiglu" else {})
+        yield affine(backend, 1, 256, 90, 4, 64, mx.float32, mx.bfloat16, gated=True, fixed=fixed, bias=(90,))
+    for dtype in DTYPES:
+        yield affine(backend, 1, 256, 200, 8, 64, dtype, mx.bfloat16, fixed={"softcap": 30.0}, norm_weight=(256,))
+        yield greedy(backend, 1, 256, 3000, 4, dtype)
+        yield greedy(backend, 3, 256, 200, 8, dtype)
     for head_dim, value_dim in ((16, 16), (64, 64), (80, 80), (128, 128), (256, 256), (512, 512), (576, 512)):
         yield attend(backend, 9, 3, 1, 100, head_dim, value_dim, mx.bfloat16, mx.float16)
     for bits in (3, 4, 8):
@@ -192,7 +209,7 @@ def misaligned(variant: Call) -> Call:
 def awkward(backend: Backend) -> Iterator[Call]:
     """Sizes that no model has and that a fault would show at: to be run, not only compiled."""
     for dtype in DTYPES:
-        for bits in (2, 3, 4, 5, 6, 8):
+        for bits in (1, 2, 3, 4, 5, 6, 8):
             for group_size, companions in ((32, mx.float16), (64, mx.bfloat16), (128, mx.float32)):
                 yield affine(backend, 1, 1056 // group_size * group_size, 130, bits, group_size, dtype, companions)
                 yield affine(backend, 3, 640, 45, bits, group_size, dtype, companions)
