@@ -12,15 +12,13 @@ the median of 7 repeats that alternate between ours and MLX's. Shares are of the
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-import time
-from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
+from measure import interleaved, memory_bandwidth
 
 from turbospark_mlx import custom_kernels as ck
 from turbospark_mlx.custom_kernels import gemv
@@ -30,7 +28,6 @@ from turbospark_mlx.custom_kernels.backends import Backend
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.kernels.parity import compare, device_name, document, write
 
-REPEATS = 7
 LARGE = ((14336, 4096), (4096, 14336), (4096, 4096), (128256, 4096))
 SIZES = tuple((r, s, p, a) for r in (1, 2, 4) for s in (4, 8) for p in (1, 4) for a in (2, 4))
 """Launch sizes to try: see `gemv.Sizes`."""
@@ -75,35 +72,6 @@ def parity(report: Report, backend: Backend, target: Path | None) -> bool:
     if target is not None:
         write(target, document(backend, comparisons))
     return wrong == 0
-
-
-def interleaved(functions: dict[str, Callable[[], list[mx.array]]]) -> dict[str, float]:
-    """Median seconds of each function's work, which is evaluated in one go."""
-    for function in functions.values():
-        for _ in range(2):
-            mx.eval(function())
-    times = {name: [] for name in functions}
-    for _ in range(REPEATS):
-        for name, function in functions.items():
-            start = time.perf_counter()
-            mx.eval(function())
-            times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
-def memory_bandwidth(total: int, on_gpu: bool) -> tuple[str, float]:
-    """What was done to measure it, and bytes a second."""
-    if on_gpu:
-        a = mx.ones((total // 4,), mx.float32)
-        mx.eval(a)
-        return "a large a + 1 reads and writes", 2 * a.nbytes / interleaved({"add": lambda: [a + 1.0]})["add"]
-    x, y = (np.ones(total // 8, np.float32) for _ in range(2))
-    times = []
-    for _ in range(REPEATS):
-        start = time.perf_counter()
-        np.dot(x, y)
-        times.append(time.perf_counter() - start)
-    return "a large dot product of the BLAS reads", (x.nbytes + y.nbytes) / statistics.median(times)
 
 
 def rate(report: Report, name: str, count: int, size: int, seconds: dict[str, float], bandwidth: float) -> None:
