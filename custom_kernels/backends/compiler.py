@@ -12,7 +12,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -43,6 +45,10 @@ FLAGS = (
 if sys.platform == "darwin":
     # Python's own functions are found when the library is loaded into it.
     FLAGS += ("-undefined", "dynamic_lookup")
+
+
+COMPILE_SECONDS = 600
+"""Longest time that one kernel may take to compile."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +104,19 @@ def cache_directory() -> Path:
     return path
 
 
+@cache
+def _sweep(directory: Path) -> None:
+    """Remove what killed builds left, once a process. A build that is alive is younger than two compilations."""
+    oldest = time.time() - 2 * COMPILE_SECONDS
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            if entry.name.startswith(tempfile.gettempprefix()) and entry.is_dir(follow_symlinks=False):
+                # A concurrent sweep may take it first.
+                with suppress(OSError):
+                    if entry.stat(follow_symlinks=False).st_mtime < oldest:
+                        shutil.rmtree(entry.path)
+
+
 def load(name: str, text: str, compiler: Compiler, loader: Callable[[str], Library]) -> Library:
     """The library that ``text`` compiles to, loaded by ``loader`` (``ctypes.CDLL``). Raises BackendError.
 
@@ -126,6 +145,7 @@ def build(name: str, text: str, compiler: Compiler) -> Path:
     library = directory / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:32]}.so"
     if library.exists():
         return library
+    _sweep(directory)
     logger.info("compiling the kernel %s with %s", name, compiler.name)
     # zig keeps its own cache of compiled runtime parts; beside ours it needs no writable home.
     environment = os.environ | {f"ZIG_{kind}_CACHE_DIR": str(directory / "zig") for kind in ("GLOBAL", "LOCAL")}
@@ -134,7 +154,7 @@ def build(name: str, text: str, compiler: Compiler) -> Path:
         source.write_text(text, encoding="utf-8")
         command = [*compiler.command, *FLAGS, str(source), "-o", str(made)]
         try:
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise BackendError(f"{compiler.name} could not compile the kernel {name}: {error}") from error
         if done.returncode:

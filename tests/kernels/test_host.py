@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import mlx.core as mx
@@ -321,6 +322,22 @@ def test_a_damaged_library_is_made_again(tmp_path, monkeypatch):
     library = compiler.build("answer", text, chosen)
     library.write_bytes(library.read_bytes()[:100])
     assert compiler.load("answer", text, chosen, ctypes.CDLL).answer() == 42
+
+
+def test_what_killed_builds_left_is_swept(tmp_path, monkeypatch):
+    monkeypatch.setenv("TURBOSPARK_HOME", str(tmp_path))
+    directory, chosen = compiler.cache_directory(), compiler.candidates()[-1]
+    old, young, zig, elsewhere = directory / "tmp1", directory / "tmp2", directory / "zig", tmp_path / "kept"
+    for path in (old, young, zig, elsewhere):
+        path.mkdir()
+        (path / "file").write_text("")
+    (directory / "tmp3").symlink_to(elsewhere)
+    past = time.time() - 2 * compiler.COMPILE_SECONDS - 60
+    for path in (old, zig, elsewhere):
+        os.utime(path, (past, past))
+    library = compiler.build("answer", 'extern "C" int answer() { return 42; }', chosen)
+    assert {path.name for path in directory.iterdir()} == {"tmp2", "tmp3", "zig", library.name}
+    assert (elsewhere / "file").exists()
 
 
 def test_a_full_disk_is_an_error_that_auto_can_answer(tmp_path, monkeypatch):
