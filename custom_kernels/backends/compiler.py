@@ -154,7 +154,9 @@ def build(name: str, text: str, compiler: Compiler) -> Path:
         source.write_text(text, encoding="utf-8")
         command = [*compiler.command, *FLAGS, str(source), "-o", str(made)]
         try:
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False)
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False
+            )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise BackendError(f"{compiler.name} could not compile the kernel {name}: {error}") from error
         if done.returncode:
