@@ -13,7 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -133,6 +134,30 @@ def load(name: str, text: str, compiler: Compiler, loader: Callable[[str], Libra
         raise BackendError(f"the kernel {name} could not be compiled or loaded: {error}") from error
 
 
+def build_all(texts: Mapping[str, str], compiler: Compiler, workers: int) -> None:
+    """`build` of every text that is not in the cache, ``workers`` at once; ``texts`` maps them to names.
+
+    Each record of the log has ``kernels``, how many are done and how many there are. Raises as `build` does.
+    """
+    missing = {text: name for text, name in texts.items() if not library_path(name, text, compiler).exists()}
+    with ThreadPoolExecutor(workers) as pool:
+        builds = [pool.submit(build, name, text, compiler) for text, name in missing.items()]
+        try:
+            for done, finished in enumerate(as_completed(builds), 1):
+                finished.result()
+                counts = (done, len(missing))
+                logger.info("%d of %d kernels are compiled", *counts, extra={"kernels": counts})
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def library_path(name: str, text: str, compiler: Compiler) -> Path:
+    """Where the library of a text lies, or will lie. Raises BackendError where the cache cannot be."""
+    key = "\0".join([text, *FLAGS, compiler.identity, *compiler.command, cpu_features()])
+    return cache_directory() / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:32]}.so"
+
+
 def build(name: str, text: str, compiler: Compiler) -> Path:
     """The shared library that ``text`` compiles to, from the cache or made new. Raises BackendError, and OSError where
     it cannot be written.
@@ -140,11 +165,10 @@ def build(name: str, text: str, compiler: Compiler) -> Path:
     The key is everything that decides about the code: text, flags, compiler and CPU. A library is renamed into place
     when it is complete, so an interrupted or concurrent build leaves nothing half made.
     """
-    directory = cache_directory()
-    key = "\0".join([text, *FLAGS, compiler.identity, *compiler.command, cpu_features()])
-    library = directory / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:32]}.so"
+    library = library_path(name, text, compiler)
     if library.exists():
         return library
+    directory = library.parent
     _sweep(directory)
     logger.info("compiling the kernel %s with %s", name, compiler.name)
     # zig keeps its own cache of compiled runtime parts; beside ours it needs no writable home.
