@@ -44,7 +44,22 @@ def packed(rows: int, columns: int, stored: AffineFormat) -> dict[str, mx.array]
     }
 
 
-class Linear(nn.Module):
+class Module(nn.Module):
+    """An ``mlx.nn.Module`` that counts assignments to any of its kind, so that what was derived from them can be found
+    out of date."""
+
+    assignments = 0
+
+    def __setattr__(self, name: str, value: object) -> None:
+        Module.assignments += 1
+        super().__setattr__(name, value)
+
+    def __setitem__(self, name: str, value: object) -> None:
+        Module.assignments += 1
+        super().__setitem__(name, value)
+
+
+class Linear(Module):
     """``x @ weight.T + bias`` with ``weight [N, K]`` in any float dtype."""
 
     def __init__(self, inputs: int, outputs: int, *, stored: str, bias: str | None, backend: Backend):
@@ -58,7 +73,7 @@ class Linear(nn.Module):
         return dense_matmul(x, self["weight"], bias=self.get("bias"), backend=self._backend)
 
 
-class AffineLinear(nn.Module):
+class AffineLinear(Module):
     """``x @ W.T + bias`` with an affine-quantized ``W [N, K]``; ``biases`` are its zero points, ``bias`` is added."""
 
     def __init__(self, inputs: int, outputs: int, *, stored: AffineFormat, bias: str | None, backend: Backend):
@@ -101,7 +116,7 @@ class AffineLinear(nn.Module):
         )
 
 
-class Embedding(nn.Module):
+class Embedding(Module):
     """Rows of a table, and products with it where the output head is tied."""
 
     def __init__(self, rows: int, width: int, *, stored: str, dtype: mx.Dtype, backend: Backend):
@@ -125,7 +140,7 @@ class Embedding(nn.Module):
         return dense_matmul(x, self["weight"], backend=self._backend)
 
 
-class AffineEmbedding(nn.Module):
+class AffineEmbedding(Module):
     """``Embedding`` with an affine-quantized table."""
 
     def __init__(self, rows: int, width: int, *, stored: AffineFormat, dtype: mx.Dtype, backend: Backend):
@@ -152,7 +167,7 @@ class AffineEmbedding(nn.Module):
         return affine_matmul(x, *self._parts(), bits=self.bits, group_size=self.group_size, backend=self._backend)
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Module):
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last axis."""
 
     def __init__(self, width: int, *, eps: float, stored: str, backend: Backend):

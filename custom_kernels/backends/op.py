@@ -20,7 +20,7 @@ class Op:
     """
 
     name: str
-    kernels: tuple[Kernel, ...] = ()
+    kernels: tuple[Kernel, ...]
     rows: int | None = None
     only: str = ""
     cpu: str = "mlx"
@@ -28,8 +28,6 @@ class Op:
 
     def refusal(self, backend: Backend, *dtypes: mx.Dtype, rows: int = 1) -> str | None:
         """Why the kernels do not take activations of these dtypes, in a few words; None where they do."""
-        if not self.kernels:
-            return "none was written"
         if backend.launch is None:
             return f"{backend.name} has no kernels"
         if backend.device == "cpu" and any(dtype != mx.float32 for dtype in dtypes):
@@ -45,6 +43,6 @@ class Op:
     def ways(self, device: str, *, compiled: bool) -> tuple[str, ...]:
         """How it runs on a back end of ``device``, ``compiled`` or without kernels: the first way, and what is left."""
         otherwise = self.instead or (self.cpu if device == "cpu" else "mlx")
-        if not compiled or not self.kernels:
+        if not compiled:
             return (otherwise,)
         return ("kernel",) if self.rows is None and not self.only else ("kernel", otherwise)

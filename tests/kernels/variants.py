@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 
 from turbospark_mlx import custom_kernels as ck
-from turbospark_mlx.custom_kernels import decode_attention, rotary, sdpa
+from turbospark_mlx.custom_kernels import decode_attention, gemv, rotary, sdpa
 from turbospark_mlx.custom_kernels.backends import Backend
 
 Call = tuple[Callable[..., mx.array], list[mx.array]]
@@ -29,32 +29,29 @@ def packed(rows, columns, bits, group_size, companions):
     return [words, normal(*groups, dtype=companions, scale=0.5**bits), normal(*groups, dtype=companions)]
 
 
-def affine(backend, rows, columns, out, bits, group_size, dtype, companions, *, gated=False, fixed=None, **options):
-    """One product as (function, example arrays). ``options`` are shapes, ``fixed`` is given as it is."""
-    options = {name: normal(*shape, dtype=dtype) for name, shape in options.items()}
-    arrays = [
+def affine(
+    backend, rows, columns, out, bits, group_size, dtype, companions, *, op=ck.affine_matmul, more=None, **arrays
+):
+    """One product as (function, example arrays); ``arrays`` are shapes of optional inputs, ``more`` plain options."""
+    optional = {name: normal(*shape, dtype=dtype) for name, shape in arrays.items()}
+    parts = [
         normal(rows, columns, dtype=dtype),
         *packed(out, columns, bits, group_size, companions),
-        *options.values(),
+        *optional.values(),
     ]
-    function = ck.gated_affine_matmul if gated else ck.affine_matmul
-    more = (fixed or {}) | ({"eps": 1e-5} if "norm_weight" in options else {})
+    more = (more or {}) | ({"eps": 1e-5} if "norm_weight" in optional else {})
 
     def call(x, weight, scales, biases, *rest):
-        named = dict(zip(options, rest, strict=True)) | more
-        return function(x, weight, scales, biases, bits=bits, group_size=group_size, **named, backend=backend)
+        named = dict(zip(optional, rest, strict=True)) | more
+        return op(x, weight, scales, biases, bits=bits, group_size=group_size, **named, backend=backend)
 
-    return call, arrays
+    return call, parts
 
 
-def greedy(backend, rows, columns, out, bits, dtype):
-    arrays = [normal(rows, columns, dtype=dtype), *packed(out, columns, bits, 64, mx.bfloat16), normal(columns)]
-
-    def call(x, weight, scales, biases, norm_weight):
-        options = {"bits": bits, "group_size": 64, "norm_weight": norm_weight, "eps": 1e-5}
-        return ck.greedy_head(x, weight, scales, biases, **options, backend=backend)
-
-    return call, arrays
+def dense(backend, rows, columns, out, dtype, weights, *, biased):
+    arrays = [normal(rows, columns, dtype=dtype), normal(out, columns, dtype=weights)]
+    arrays += [normal(out, dtype=dtype)] * biased
+    return lambda x, w, b=None: ck.dense_matmul(x, w, bias=b, backend=backend), arrays
 
 
 def attend(backend, heads, kv_heads, length, keys, head_dim, value_dim, dtype, kv_dtype, *, sinks=False, **options):
@@ -160,17 +157,23 @@ def variants(backend: Backend) -> Iterator[Call]:
     for rows in (1, 3, 8):
         yield affine(backend, rows, 14336, 42, 4, 64, mx.bfloat16, mx.bfloat16)
         yield affine(backend, rows, 28672, 42, 8, 128, mx.float32, mx.float32, residual=(rows, 42))
-        yield affine(backend, rows, 4096, 42, 4, 64, mx.bfloat16, mx.bfloat16, norm_weight=(4096,), gated=True)
+        gated = {"op": ck.gated_affine_matmul, "norm_weight": (4096,)}
+        yield affine(backend, rows, 4096, 42, 4, 64, mx.bfloat16, mx.bfloat16, **gated)
+        yield affine(backend, rows, 1792, 3000, 4, 64, mx.float16, mx.float16, op=ck.greedy_head)
+        yield affine(backend, rows, 256, 3000, 8, 64, mx.float32, mx.bfloat16, op=ck.greedy_head, norm_weight=(256,))
     yield affine(
         backend, 1, 576, 960, 4, 32, mx.float16, mx.float16, norm_weight=(576,), bias=(960,), residual=(1, 960)
     )
-    for activation in ("silu", "gelu_tanh", "gelu_erf", "clamped_swiglu"):
-        fixed = {"activation": activation} | ({"limit": 0.5} if activation == "clamped_swiglu" else {})
-        yield affine(backend, 1, 256, 90, 4, 64, mx.float32, mx.bfloat16, gated=True, fixed=fixed, bias=(90,))
-    for dtype in DTYPES:
-        yield affine(backend, 1, 256, 200, 8, 64, dtype, mx.bfloat16, fixed={"softcap": 30.0}, norm_weight=(256,))
-        yield greedy(backend, 1, 256, 3000, 4, dtype)
-        yield greedy(backend, 3, 256, 200, 8, dtype)
+    for dtype in (mx.bfloat16, mx.float32):
+        for activation in gemv.ACTIVATIONS[1:]:
+            more = {"activation": activation} | ({"limit": 0.5} if activation == "clamped_swiglu" else {})
+            options = {"op": ck.gated_affine_matmul, "more": more, "bias": (90,)}
+            yield affine(backend, 1, 2880, 90, 4, 64, dtype, mx.bfloat16, **options)
+        yield affine(backend, 1, 2560, 300, 4, 64, dtype, mx.bfloat16, more={"softcap": 30.0})
+    for rows in (1, 3, 8):
+        yield dense(backend, rows, 1023, 130, mx.float16, mx.bfloat16, biased=True)
+        yield dense(backend, rows, 1023, 130, mx.float32, mx.float16, biased=True)
+        yield dense(backend, rows, 128, 64, mx.bfloat16, mx.float32, biased=False)
     for head_dim, value_dim in ((16, 16), (64, 64), (80, 80), (128, 128), (256, 256), (512, 512), (576, 512)):
         yield attend(backend, 9, 3, 1, 100, head_dim, value_dim, mx.bfloat16, mx.float16)
     for bits in (3, 4, 8):
@@ -214,10 +217,11 @@ def awkward(backend: Backend) -> Iterator[Call]:
                 yield affine(backend, 1, 1056 // group_size * group_size, 130, bits, group_size, dtype, companions)
                 yield affine(backend, 3, 640, 45, bits, group_size, dtype, companions)
                 yield affine(backend, 8, 384, 301, bits, group_size, dtype, companions)
+        gated = {"op": ck.gated_affine_matmul}
         for rows in (1, 5):
             around = {"norm_weight": (14336,), "bias": (514,), "residual": (rows, 514)}
             yield affine(backend, rows, 14336, 514, 4, 64, dtype, mx.bfloat16, **around)
-            yield affine(backend, rows, 14336, 514, 4, 64, dtype, mx.bfloat16, norm_weight=(14336,), gated=True)
+            yield affine(backend, rows, 14336, 514, 4, 64, dtype, mx.bfloat16, norm_weight=(14336,), **gated)
         yield look_up(backend, 3, 4, 64, dtype)
         for heads, kv_heads, length, keys, head_dim, value_dim, window, sinks in (
             (1, 1, 1, 1, 64, 64, None, False),

@@ -43,7 +43,7 @@ def text(document: dict[str, Any]) -> list[str]:
 
     here, found = document["here"], document["backends"]
     rows = [
-        (row["op"], ", ".join(row["kernels"]) or "none", *(", ".join(ways) for ways in row["ways"].values()))
+        (row["op"], ", ".join(row["kernels"]), *(", ".join(ways) for ways in row["ways"].values()))
         for row in document["ops"]
     ]
     lines = table(("op", "kernels", *found), rows, left=2 + len(found))
