@@ -17,7 +17,7 @@ import pytest
 from tests.kernels import oracle
 from tests.kernels.test_reference_ops import check_greedy_head
 from turbospark_mlx import custom_kernels as ck
-from turbospark_mlx.custom_kernels import affine, gemv, rotary, sdpa
+from turbospark_mlx.custom_kernels import affine, append_attention, gemv, rotary, sdpa
 from turbospark_mlx.custom_kernels.backends import blas, compiler, host
 from turbospark_mlx.custom_kernels.backends.kernel import read_source
 from turbospark_mlx.errors import BackendError, OptionError
@@ -474,7 +474,7 @@ def test_parts_that_do_not_fit_are_refused(backend, changes, message):
 def test_without_a_compiler_the_reference_runs_and_says_what_to_install(tmp_path):
     script = """
 import sys
-from turbospark_mlx.custom_kernels import backends
+from turbospark_mlx.custom_kernels import append_attention, backends
 from turbospark_mlx.custom_kernels.backends import compiler
 from turbospark_mlx.custom_kernels.backends.kernel import read_source
 from turbospark_mlx.errors import BackendError, OptionError
@@ -597,6 +597,33 @@ def test_qkv_append_writes_its_rows_and_no_others(backend, rng, batch, length, p
     np.testing.assert_array_equal(cache, expected)
     assert oracle.relative_error(reference_cache, expected) < 1e-5
     assert oracle.relative_error(reference_q, np.array(q)) < 1e-5
+
+
+@pytest.mark.parametrize(("position", "capacity"), [(0, 3), (5, 9), (11, 4), (40, 41)])
+@pytest.mark.parametrize("form", ["plain", "normed", "sinks"])
+def test_the_fused_launch_is_append_and_attention(backend, rng, position, capacity, form):
+    heads, kv_heads, head_dim = 6, 3, 64
+    qkv = normal(rng, 2, 1, (heads + 2 * kv_heads) * head_dim)
+    rotation = mx.array(ck.rotation_table(10000.0 ** (-np.arange(32) / 32), position, 1))
+    sizes, options = {"heads": heads, "kv_heads": kv_heads}, {"scale": 0.2}
+    if form == "normed":
+        sizes |= {"q_norm": normal(rng, head_dim), "k_norm": normal(rng, head_dim), "eps": 0.3}
+    if form == "sinks":
+        options["sinks"] = normal(rng, heads)
+    cache, start = normal(rng, 2, 2, kv_heads, capacity, head_dim), mx.array([position], mx.int32)
+    expected, rows = append_attention.append_attention_reference(qkv, rotation, cache, start, **sizes, **options)
+    mx.eval(expected, rows)
+    norms = [sizes.get(name) for name in ("q_norm", "k_norm")]
+    arrays = (*norms, options.get("sinks"))
+    dtypes = (None if array is None else array.dtype for array in arrays)
+    call = append_attention.plan("host", 2, heads, kv_heads, head_dim, 0.2, sizes.get("eps", 0.0), mx.float32, *dtypes)
+    # Row ``position`` is hidden until it is written, and rows after it always are.
+    unwritten = np.arange(capacity) >= (position if position < capacity else capacity)
+    np.array(cache, copy=False)[:, :, :, unwritten] = np.nan
+    (found,) = backend.launch(call, (qkv, rotation, *norms, cache, start, options.get("sinks")))
+    assert oracle.relative_error(found, np.array(expected)) < 1e-5
+    shown = np.arange(capacity) <= position
+    assert oracle.relative_error(np.array(cache)[:, :, :, shown], np.array(rows)[:, :, :, shown]) < 1e-5
 
 
 def test_qkv_append_refuses_a_cache_that_does_not_fit(backend):
