@@ -6,7 +6,7 @@ in float32. A reference is the op's definition and may be slow.
 
 from turbospark_mlx.custom_kernels import affine, backends, decode_attention, dense, head, norm, rotary, rotation
 from turbospark_mlx.custom_kernels.affine import affine_embedding, affine_matmul, gated_affine_matmul
-from turbospark_mlx.custom_kernels.append_attention import append_attention
+from turbospark_mlx.custom_kernels.append_attention import APPEND_ATTENTION, append_attention
 from turbospark_mlx.custom_kernels.dense import dense_matmul
 from turbospark_mlx.custom_kernels.head import greedy_head
 from turbospark_mlx.custom_kernels.norm import add_rms_norm, gated_rms_norm, rms_norm, rms_norm_add
@@ -28,6 +28,7 @@ OPS = (
     rotary.QKV_APPEND,
     rotation.ROTATE,
     decode_attention.ATTENTION,
+    APPEND_ATTENTION,
 )
 """Every op, as what `backends.Backend.counters` counts: its kernels, and when they are taken."""
 
