@@ -26,7 +26,7 @@ from turbospark_mlx.custom_kernels.backends import Backend
 
 # The variants and their comparison are the tests'; a script's own folder is all that Python looks in by itself.
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests.kernels.parity import compare, device_name, document, write
+from tests.kernels.report import compare, device_name, document, write
 
 LARGE = ((14336, 4096), (4096, 14336), (4096, 4096), (128256, 4096))
 SIZES = tuple((r, s, p, a) for r in (1, 2, 4) for s in (4, 8) for p in (1, 4) for a in (2, 4))

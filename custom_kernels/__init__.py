@@ -8,6 +8,7 @@ from turbospark_mlx.custom_kernels import affine, backends, decode_attention, de
 from turbospark_mlx.custom_kernels.affine import affine_embedding, affine_matmul, gated_affine_matmul
 from turbospark_mlx.custom_kernels.append_attention import APPEND_ATTENTION, append_attention
 from turbospark_mlx.custom_kernels.dense import dense_matmul
+from turbospark_mlx.custom_kernels.emulator import emulate
 from turbospark_mlx.custom_kernels.head import greedy_head
 from turbospark_mlx.custom_kernels.norm import add_rms_norm, gated_rms_norm, rms_norm, rms_norm_add
 from turbospark_mlx.custom_kernels.rotary import appends, qkv_append, qkv_epilogue, rotation_table
@@ -43,6 +44,7 @@ __all__ = [
     "backends",
     "cache_attention",
     "dense_matmul",
+    "emulate",
     "gated_affine_matmul",
     "gated_rms_norm",
     "greedy_head",

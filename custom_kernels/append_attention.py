@@ -1,4 +1,4 @@
-"""Decode attention from the joint projection on: `rotary.qkv_append` and `sdpa.cache_attention`, in one launch or two."""
+"""Decode attention from the joint projection on: `rotary.qkv_append`, then `sdpa.cache_attention`, or both at once."""
 
 from __future__ import annotations
 

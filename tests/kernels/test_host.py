@@ -17,7 +17,9 @@ import pytest
 from tests.kernels import oracle
 from tests.kernels.test_reference_ops import check_greedy_head
 from turbospark_mlx import custom_kernels as ck
-from turbospark_mlx.custom_kernels import affine, append_attention, gemv, rotary, sdpa
+from turbospark_mlx.custom_kernels import affine, gemv, rotary, sdpa
+from turbospark_mlx.custom_kernels.append_attention import append_attention_reference
+from turbospark_mlx.custom_kernels.append_attention import plan as plan_fused
 from turbospark_mlx.custom_kernels.backends import blas, compiler, host
 from turbospark_mlx.custom_kernels.backends.kernel import read_source
 from turbospark_mlx.errors import BackendError, OptionError
@@ -474,7 +476,7 @@ def test_parts_that_do_not_fit_are_refused(backend, changes, message):
 def test_without_a_compiler_the_reference_runs_and_says_what_to_install(tmp_path):
     script = """
 import sys
-from turbospark_mlx.custom_kernels import append_attention, backends
+from turbospark_mlx.custom_kernels import backends
 from turbospark_mlx.custom_kernels.backends import compiler
 from turbospark_mlx.custom_kernels.backends.kernel import read_source
 from turbospark_mlx.errors import BackendError, OptionError
@@ -611,12 +613,12 @@ def test_the_fused_launch_is_append_and_attention(backend, rng, position, capaci
     if form == "sinks":
         options["sinks"] = normal(rng, heads)
     cache, start = normal(rng, 2, 2, kv_heads, capacity, head_dim), mx.array([position], mx.int32)
-    expected, rows = append_attention.append_attention_reference(qkv, rotation, cache, start, **sizes, **options)
+    expected, rows = append_attention_reference(qkv, rotation, cache, start, **sizes, **options)
     mx.eval(expected, rows)
     norms = [sizes.get(name) for name in ("q_norm", "k_norm")]
     arrays = (*norms, options.get("sinks"))
     dtypes = (None if array is None else array.dtype for array in arrays)
-    call = append_attention.plan("host", 2, heads, kv_heads, head_dim, 0.2, sizes.get("eps", 0.0), mx.float32, *dtypes)
+    call = plan_fused("host", 2, heads, kv_heads, head_dim, 0.2, sizes.get("eps", 0.0), mx.float32, *dtypes)
     # Row ``position`` is hidden until it is written, and rows after it always are.
     unwritten = np.arange(capacity) >= (position if position < capacity else capacity)
     np.array(cache, copy=False)[:, :, :, unwritten] = np.nan

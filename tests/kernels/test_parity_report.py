@@ -12,7 +12,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from tests.kernels import parity
+from tests.kernels import report as reports
 from tests.kernels.variants import rotate
 from turbospark_mlx.custom_kernels.backends import Backend, compiler, host
 from turbospark_mlx.custom_kernels.backends.kernel import Kernel
@@ -27,8 +27,8 @@ def test_there_are_reports():
 @pytest.mark.parametrize("path", REPORTS, ids=lambda path: path.stem)
 def test_report(path):
     report = json.loads(path.read_text(encoding="utf-8"))
-    assert parity.faults(report) == []
-    if behind := parity.stale(report):
+    assert reports.faults(report) == []
+    if behind := reports.stale(report):
         pytest.skip(
             f"{path.name} is behind for {', '.join(behind)}. On a machine with {report['device']}: "
             f"python benchmarks/kernels.py --parity-only --kernels {report['backend']} "
@@ -39,17 +39,17 @@ def test_report(path):
 @pytest.fixture
 def report():
     """A report about one variant of one kernel."""
-    comparison = parity.Comparison("rotate", "float32 [1, 2, 3, 4]", ["rope T=float32"], 1e-7, 1e-5)
+    comparison = reports.Comparison("rotate", "float32 [1, 2, 3, 4]", ["rope T=float32"], 1e-7, 1e-5)
     backend = Backend("host", "cpu", "a stand-in")
-    return parity.document(backend, [comparison])
+    return reports.document(backend, [comparison])
 
 
 def test_a_sound_report_survives_its_file(report, tmp_path):
-    parity.write(tmp_path / "r.json", report)
+    reports.write(tmp_path / "r.json", report)
     assert json.loads((tmp_path / "r.json").read_text()) == report
-    assert parity.faults(report) == []
-    assert "rope" not in parity.stale(report)
-    assert "rms_norm" in parity.stale(report)
+    assert reports.faults(report) == []
+    assert "rope" not in reports.stale(report)
+    assert "rms_norm" in reports.stale(report)
 
 
 @pytest.mark.parametrize(
@@ -68,36 +68,36 @@ def test_a_sound_report_survives_its_file(report, tmp_path):
 def test_faults_are_found(report, change, complaint):
     changed = copy.deepcopy(report)
     change(changed)
-    (fault,) = parity.faults(changed)
+    (fault,) = reports.faults(changed)
     assert re.search(complaint, fault)
 
 
-@pytest.mark.parametrize("backend", sorted(parity.SHIMS))
+@pytest.mark.parametrize("backend", sorted(reports.SHIMS))
 def test_a_fingerprint_is_of_the_body_the_headers_and_the_shims(backend, monkeypatch, tmp_path):
-    kernel = parity.KERNELS["rms_norm"]
-    before = parity.fingerprint(kernel, backend)
-    assert parity.fingerprint(kernel, backend) == before
-    assert parity.fingerprint(Kernel(kernel.name, kernel.inputs, kernel.outputs), backend) != before
+    kernel = reports.KERNELS["rms_norm"]
+    before = reports.fingerprint(kernel, backend)
+    assert reports.fingerprint(kernel, backend) == before
+    assert reports.fingerprint(Kernel(kernel.name, kernel.inputs, kernel.outputs), backend) != before
     shim = tmp_path / "shim.h"
-    shim.write_text(parity.SHIMS[backend].read_text() + "\n")
+    shim.write_text(reports.SHIMS[backend].read_text() + "\n")
     with monkeypatch.context() as patch:
-        patch.setitem(parity.SHIMS, backend, shim)
-        assert parity.fingerprint(kernel, backend) != before
-    other = {parity.fingerprint(parity.KERNELS[name], backend) for name in ("rms_norm", "add_rms_norm", "rope")}
+        patch.setitem(reports.SHIMS, backend, shim)
+        assert reports.fingerprint(kernel, backend) != before
+    other = {reports.fingerprint(reports.KERNELS[name], backend) for name in ("rms_norm", "add_rms_norm", "rope")}
     assert len(other) == 3
 
 
 @pytest.mark.skipif(not compiler.candidates(), reason="no C++ compiler on this machine")
 def test_wrong_results_are_told_from_right_ones(monkeypatch):
     """Launches that multiply by 1.01 what the host back end gives."""
-    monkeypatch.setattr(parity, "variants", lambda backend: [rotate(backend, (1, 2, 3, 8), 4, mx.float32)])
-    monkeypatch.setattr(parity, "awkward", lambda backend: [])
+    monkeypatch.setattr(reports, "variants", lambda backend: [rotate(backend, (1, 2, 3, 8), 4, mx.float32)])
+    monkeypatch.setattr(reports, "awkward", lambda backend: [])
     right = Backend("host", "cpu", "", host.launch)
     wrong = Backend("host", "cpu", "", lambda call, inputs: [y * 1.01 for y in host.launch(call, inputs)])
     device = mx.default_device()
     mx.set_default_device(mx.cpu)
     try:
-        (good,), (bad,) = (list(parity.compare(backend)) for backend in (right, wrong))
+        (good,), (bad,) = (list(reports.compare(backend)) for backend in (right, wrong))
     finally:
         mx.set_default_device(device)
     assert good.good
