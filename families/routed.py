@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from turbospark_mlx.protocols import ExpertSpec, Placement, RoutedPart
 
-_STACK = re.compile(r"(gate|up|down)_proj\.(weight|bias)")
+_STACK = re.compile(r"(gate|up|down)_proj\.weight")
 _SINGLE = re.compile(r"(\d+)\.(?:(gate|up|down)_proj|(w[123]))\.weight")
 _W = {"w1": "gate", "w3": "up", "w2": "down"}
 """Mixtral's names."""
@@ -40,9 +40,8 @@ def part_of(stack: str, base: str, name: str, position: int, spec: ExpertSpec) -
     ``stack`` is the path of the stacks, ``base`` that of experts which stand one by one or joined; ``name`` lies below
     one of them.
     """
-    if (found := _STACK.fullmatch(name.removeprefix(f"{stack}."))) and name.startswith(f"{stack}."):
-        tensor = found[1] if found[2] == "weight" else f"{found[1]}_bias"
-        return (name, RoutedPart(position, (tensor,))) if tensor in spec.tensors else None
+    if name.startswith(f"{stack}.") and (found := _STACK.fullmatch(name.removeprefix(f"{stack}."))):
+        return name, RoutedPart(position, (found[1],))
     if not name.startswith(f"{base}."):
         return None
     rest = name.removeprefix(f"{base}.")
