@@ -97,15 +97,14 @@ def _write(source: Source, made: Plan, directory: Path, report: ConversionReport
     num_experts = made.experts[0][0].shape[0] if made.experts else 0
     expert_bytes = sum(sum(spec.nbytes for spec in layer) for layer in experts) * num_experts
     weight_bytes = sum(spec.nbytes for spec in specs) + expert_bytes
-    check_free_space(
-        directory,
-        {
-            "weights": weight_bytes,
-            "alignment of experts": len(experts) * num_experts * PAGE,
-            "other files": sum(map(len, source.side_files.values())),
-            "reserve": _RESERVE_BYTES,
-        },
-    )
+    needed = {
+        "weights": weight_bytes,
+        "other files": sum(map(len, source.side_files.values())),
+        "reserve": _RESERVE_BYTES,
+    }
+    if experts:
+        needed["alignment of experts"] = len(experts) * num_experts * PAGE
+    check_free_space(directory, needed)
     writer = InstallWriter(directory, specs, experts=experts, num_experts=num_experts)
     with _bar("convert", weight_bytes, progress) as bar:
         for tensor, spec in zip(made.tensors, specs, strict=True):
