@@ -236,7 +236,9 @@ class RoPE:
     def __init__(self, frequencies: np.ndarray):
         """``frequencies [D / 2]``: radians a position."""
         self._frequencies = frequencies
-        self._periods = mx.array((1.0 / frequencies).astype(np.float32))
+        with np.errstate(divide="ignore"):
+            # A pair that does not turn has an infinite period, which MLX takes for angle 0.
+            self._periods = mx.array((1.0 / frequencies).astype(np.float32))
         self._table = (0, 0, None)
 
     def table(self, offset: int, length: int) -> mx.array:
@@ -357,6 +359,10 @@ class Builder:
         plain = nn.Embedding(rows, width)
         plain.weight = mx.zeros((rows, width), DTYPES[stored])
         return plain
+
+    def vector(self, path: str, width: int) -> mx.array:
+        """The parameter ``path [width]``."""
+        return mx.ones((width,), DTYPES[self._stored(path)])
 
     def norm(self, path: str, width: int, eps: float) -> nn.Module:
         """The norm with ``path.weight [width]``."""
