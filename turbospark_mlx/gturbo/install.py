@@ -204,6 +204,11 @@ class Install:
         place = self.experts.layers[layer]
         self._fill(place.file, place.offsets[expert], place.size, buffer)
 
+    def expert_file(self, layer: int) -> OpenFile:
+        """The open file that holds the experts of a layer, for positioned reads from any thread; ``layer`` counts the
+        layers that have experts."""
+        return self._open[self.experts.layers[layer].file]
+
     def _fill(self, name: str, offset: int, size: int, buffer: Any) -> None:
         view = memoryview(buffer)
         if view.nbytes != size or view.readonly:
