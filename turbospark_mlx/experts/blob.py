@@ -30,9 +30,7 @@ def describe(place: ExpertLayer, spec: ExpertSpec, label: str) -> ExpertBlob:
             )
     companions = {f"{name}_{kind}" for name in MATRICES for kind in ("scales", "biases")}
     if extra := [role for role in place.tensors if role not in wanted and role not in companions]:
-        raise InstallError(
-            f"{where} have {extra[0]}, which the model of manifest.json does not use. Convert the model again."
-        )
+        raise InstallError(f"{where} have {extra[0]}, which the model does not use. Convert the model again.")
     try:
         return ExpertBlob(
             *(_matrix(place, name, where) for name in MATRICES),
