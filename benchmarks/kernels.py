@@ -234,7 +234,7 @@ def sweep(
             calls[f"{rows} rows, {simdgroups} simdgroups"] = call
     seconds = interleaved(
         {
-            name: lambda call=call: [backend.launch(call, (*parts, x, x, x, x))[0] for parts in copies]
+            name: lambda call=call: [backend.launch(call, (*parts, x, None, None, None))[0] for parts in copies]
             for name, call in calls.items()
         }
     )

@@ -263,9 +263,7 @@ def affine_embedding(
                 f"affine_embedding: ids run from {known.min()} to {known.max()}, but the table has "
                 f"{weight.shape[0]} rows"
             )
-        flat = mx.array(known.astype(np.int32).reshape(-1))
-    else:
-        flat = ids.astype(mx.int32).reshape(-1)
+    flat = ids.astype(mx.int32).reshape(-1)
     if backend.launch is not None and weight.size >= 8 and (backend.device == "gpu" or dtype == mx.float32):
         backend.count("affine_embedding", "kernel")
         call = lookup.plan(backend.name, ids.shape, weight.shape[0], columns, bits, group_size, scales.dtype, dtype)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import lru_cache
 
 import mlx.core as mx
-import numpy as np
 
 from turbospark_mlx.custom_kernels.backends import Backend
 from turbospark_mlx.custom_kernels.backends.host import thread_count
@@ -13,7 +12,7 @@ from turbospark_mlx.custom_kernels.backends.kernel import Kernel, Launch, float_
 
 PARTIAL = Kernel(
     "attention_decode_partial",
-    inputs=("q", "k", "v", "sinks"),
+    inputs=("q", "k", "v", "start", "sinks"),
     outputs=("out", "peaks", "totals"),
     headers=("attention",),
 )
@@ -27,16 +26,27 @@ CHUNK_KEYS = {"metal": 256, "cuda": 128, "host": 64}
 MAX_CHUNKS = 32
 
 
-def serves(q: mx.array, keys: int, kv_size: int, mask, backend: Backend) -> bool:
+def serves(q: mx.array, kv_size: int, mask, backend: Backend) -> bool:
     """Whether the kernels take this attention: few rows, no mask array, no tiny arrays (see `gemv`)."""
     return (
         backend.launch is not None
         and q.shape[2] <= ROWS
         and (mask is None or isinstance(mask, str))
-        and keys > 0
         and min(q.size, kv_size) >= 8
         and (backend.device == "gpu" or q.dtype == mx.float32)
     )
+
+
+def chunk_count(backend: str, groups: int, seen: int) -> int:
+    """Into how many chunks ``seen`` keys are cut, where ``groups`` threadgroups share one chunk."""
+    chunks = 1
+    while (
+        chunks < MAX_CHUNKS
+        and seen >= 2 * chunks * CHUNK_KEYS[backend]
+        and (backend != "host" or groups * chunks < 4 * thread_count())
+    ):
+        chunks *= 2
+    return chunks
 
 
 @lru_cache(maxsize=4096)
@@ -49,14 +59,18 @@ def plan(
     scale: float,
     causal: bool,
     window: int,
+    cache: bool,
     dtype: mx.Dtype,
     kv_dtype: mx.Dtype,
     sink_dtype: mx.Dtype | None,
 ) -> tuple[Launch, Launch]:
-    """The two launches for ``q`` of ``shape`` and keys in ``chunks``; ``window`` 0 is none."""
+    """The two launches for ``q`` of ``shape`` and keys in ``chunks``; ``window`` 0 is none.
+
+    ``cache`` says that keys and values are one buffer.
+    """
     batch, heads, length, head_dim = shape
     share, rows = heads // kv_heads * length, batch * heads * length
-    host, merged = backend == "host", (batch, length, heads * value_dim)
+    host, single, merged = backend == "host", chunks == 1, (batch, length, heads * value_dim)
     if host:
         queries, keys, simdgroups = share if length == 1 else 8, 16, 1
     else:
@@ -66,7 +80,8 @@ def plan(
         template=(
             ("T", dtype),
             ("KV_T", kv_dtype),
-            ("O", dtype if chunks == 1 else mx.float32),
+            ("O", dtype if single else mx.float32),
+            ("CACHE", cache),
             ("H", heads),
             ("KV", kv_heads),
             ("D", head_dim),
@@ -81,9 +96,9 @@ def plan(
         ),
         groups=(batch * kv_heads * -(-share // queries), chunks),
         simdgroups=simdgroups,
-        input_dtypes=(dtype, kv_dtype, kv_dtype, sink_dtype or dtype),
-        output_shapes=(merged if chunks == 1 else (rows, chunks, value_dim), *[(rows, chunks)] * 2),
-        output_dtypes=(dtype if chunks == 1 else mx.float32, mx.float32, mx.float32),
+        input_dtypes=(dtype, kv_dtype, None if cache else kv_dtype, mx.int32, sink_dtype),
+        output_shapes=(merged, None, None) if single else ((rows, chunks, value_dim), *[(rows, chunks)] * 2),
+        output_dtypes=(dtype if single else mx.float32, mx.float32, mx.float32),
     )
     combine = Launch(
         COMBINE,
@@ -95,7 +110,7 @@ def plan(
         ),
         groups=(rows, 1),
         simdgroups=1 if host else min(4, -(-value_dim // 32)),
-        input_dtypes=(mx.float32, mx.float32, mx.float32, sink_dtype or dtype),
+        input_dtypes=(mx.float32, mx.float32, mx.float32, sink_dtype),
         output_shapes=(merged,),
         output_dtypes=(dtype,),
     )
@@ -104,48 +119,43 @@ def plan(
 
 def decode_attention(
     q: mx.array,
-    k: mx.array | np.ndarray,
-    v: mx.array | np.ndarray,
+    k: mx.array,
+    v: mx.array | None,
+    start: mx.array,
     *,
     scale: float,
     causal: bool,
     window: int | None,
     sinks: mx.array | None,
-    kv_dtype: mx.Dtype,
     backend: Backend,
 ) -> mx.array:
-    """The attention that `sdpa.attention` defines, with merged heads ``[B, L, H * E]``, for what `serves` accepts.
+    """The attention that `sdpa` defines, with merged heads ``[B, L, H * E]``, for what `serves` accepts.
 
-    ``k`` and ``v`` may be numpy views where the back end is the host.
+    ``k [B, KV, S, D]``, ``v [B, KV, S, E]``, or one buffer of both in ``k [2, B, KV, S, D]``. ``start`` is an int32 array
+    ``[1]``, the position of the first query; keys after the last query's are not read. ``S`` decides how the keys are
+    cut, because the number of keys is known on the device only.
     """
     batch, _, length, _ = q.shape
-    kv_heads, keys, value_dim = k.shape[1], k.shape[2], v.shape[3]
-    seen = keys if window is None else min(keys, window + length - 1)
-    groups = batch * kv_heads
-    chunks = 1
-    while (
-        chunks < MAX_CHUNKS
-        and seen >= 2 * chunks * CHUNK_KEYS[backend.name]
-        and (backend.name != "host" or groups * chunks < 4 * thread_count())
-    ):
-        chunks *= 2
+    kv_heads, capacity, head_dim = k.shape[-3:]
+    seen = capacity if window is None else min(capacity, window + length - 1)
+    chunks = chunk_count(backend.name, batch * kv_heads, seen)
     partial, combine = plan(
         backend.name,
         q.shape,
         kv_heads,
-        value_dim,
+        head_dim if v is None else v.shape[3],
         chunks,
         scale,
         causal and length > 1,
         window or 0,
+        v is None,
         q.dtype,
-        kv_dtype,
+        k.dtype,
         None if sinks is None else sinks.dtype,
     )
-    logits = q if sinks is None else sinks
-    out, *statistics = backend.launch(partial, (q, k, v, logits))
+    out, *statistics = backend.launch(partial, (q, k, v, start, sinks))
     if chunks > 1:
-        (out,) = backend.launch(combine, (out, *statistics, logits))
+        (out,) = backend.launch(combine, (out, *statistics, sinks))
     else:
         backend.prepare(combine)
     return out

@@ -84,7 +84,7 @@ def plan(
         ),
         groups=(groups, 1),
         simdgroups=simdgroups,
-        input_dtypes=(mx.uint32, companion, companion, dtype, norm_dtype or dtype, bias_dtype or dtype, dtype),
+        input_dtypes=(mx.uint32, companion, companion, dtype, norm_dtype, bias_dtype, dtype if residual else None),
         output_shapes=((*shape[:-1], out),),
         output_dtypes=(dtype,),
     )
@@ -112,12 +112,9 @@ def gemv(
         residual = residual.astype(x.dtype)
     matrix = (out, bits, group_size, gated, eps or 0.0, residual is not None, scales.dtype, x.dtype)
     dtypes = (None if norm_weight is None else norm_weight.dtype, None if bias is None else bias.dtype)
-    # An input that the variant does not read still needs an array.
-    norm, offset = x if norm_weight is None else norm_weight, x if bias is None else bias
     if rows == 1:
         call = plan(backend.name, x.shape, 1, *matrix, *dtypes)
-        inputs = (weight, scales, biases, x, norm, offset, x if residual is None else residual)
-        return backend.launch(call, inputs)[0]
+        return backend.launch(call, (weight, scales, biases, x, norm_weight, bias, residual))[0]
     # The kernel takes the number of rows from the first axis.
     flat, added = x.reshape(rows, columns), None if residual is None else residual.reshape(rows, out)
     # On the host activations are staged as a whole; GPUs take them in tiles.
@@ -129,6 +126,6 @@ def gemv(
         chosen = slice(start, min(start + sizes[-1], rows))
         part, most = flat[chosen], next(size for size in sizes if size >= chosen.stop - start)
         call = plan(backend.name, part.shape, most, *matrix, *dtypes)
-        inputs = (weight, scales, biases, part, norm, offset, part if added is None else added[chosen])
+        inputs = (weight, scales, biases, part, norm_weight, bias, None if added is None else added[chosen])
         parts += backend.launch(call, inputs)
     return (parts[0] if len(parts) == 1 else mx.concatenate(parts)).reshape(*x.shape[:-1], out)

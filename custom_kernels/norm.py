@@ -1,29 +1,211 @@
-"""Root-mean-square normalization (Zhang and Sennrich, 2019)."""
+"""Root-mean-square normalization (Zhang and Sennrich, 2019), with what families do right before and after it."""
 
 from __future__ import annotations
+
+from functools import lru_cache
+from math import prod
+from typing import Literal
 
 import mlx.core as mx
 
 from turbospark_mlx.custom_kernels.backends import Backend
+from turbospark_mlx.custom_kernels.backends.kernel import SIMD_WIDTH, Kernel, Launch, float_bits
 from turbospark_mlx.errors import OptionError
 
+NORM = Kernel("rms_norm", inputs=("x", "weight", "gate", "residual", "scale"), outputs=("y",), headers=("reduce",))
+ADD_NORM = Kernel("add_rms_norm", inputs=("x", "residual", "weight"), outputs=("sum", "y"), headers=("reduce",))
+VALUES_PER_GROUP = 1 << 14
+"""Values that are worth a hand-over to another core."""
+SHARED_COLUMNS = 1024
+"""Columns from which on all simdgroups of a GPU's threadgroup share a row."""
 
-def rms_norm_reference(x, weight, *, eps: float) -> mx.array:
+Activation = Literal["silu", "sigmoid"]
+ACTIVATIONS: tuple[Activation, ...] = ("silu", "sigmoid")
+
+
+def rms_norm_reference(x, weight, *, eps: float, centered: bool = False) -> mx.array:
     """Definition of `rms_norm`."""
     x32 = x.astype(mx.float32)
     normalized = x32 * mx.rsqrt(mx.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return (normalized if weight is None else normalized * weight.astype(mx.float32)).astype(x.dtype)
+    if weight is not None:
+        normalized = normalized * (weight.astype(mx.float32) + (1.0 if centered else 0.0))
+    return normalized.astype(x.dtype)
 
 
-def rms_norm(x: mx.array, weight: mx.array | None, *, eps: float, backend: Backend) -> mx.array:
+def gated_rms_norm_reference(x, gate, weight, *, eps: float, activation: Activation) -> mx.array:
+    """Definition of `gated_rms_norm`."""
+    opened = mx.sigmoid(gate.astype(mx.float32))
+    if activation == "silu":
+        opened = opened * gate.astype(mx.float32)
+    return (rms_norm_reference(x.astype(mx.float32), weight, eps=eps) * opened).astype(x.dtype)
+
+
+def rms_norm_add_reference(x, weight, residual, *, eps: float, centered: bool = False, scale=None) -> mx.array:
+    """Definition of `rms_norm_add`."""
+    wide = rms_norm_reference(x.astype(mx.float32), weight, eps=eps, centered=centered) + residual.astype(mx.float32)
+    return (wide if scale is None else wide * scale.astype(mx.float32)).astype(residual.dtype)
+
+
+def add_rms_norm_reference(x, residual, weight, *, eps: float, centered: bool = False) -> tuple[mx.array, mx.array]:
+    """Definition of `add_rms_norm`."""
+    total = (residual.astype(mx.float32) + x.astype(mx.float32)).astype(residual.dtype)
+    normalized = rms_norm_reference(total.astype(mx.float32), weight, eps=eps, centered=centered)
+    return total, normalized.astype(x.dtype)
+
+
+def serves(backend: Backend, *dtypes: mx.Dtype) -> bool:
+    """Whether the kernels run here and take activations and results of these dtypes."""
+    return backend.launch is not None and (backend.device == "gpu" or all(dtype == mx.float32 for dtype in dtypes))
+
+
+@lru_cache(maxsize=4096)
+def plan(
+    backend: str,
+    kernel: Kernel,
+    shape: tuple[int, ...],
+    eps: float,
+    parameters: tuple[tuple[str, int | bool], ...],
+    input_dtypes: tuple[mx.Dtype | None, ...],
+    outputs: tuple[tuple[str, mx.Dtype], ...],
+) -> Launch:
+    """The launch of either kernel for ``x`` of ``shape``; ``outputs`` names the template parameter of each dtype."""
+    rows, columns = prod(shape[:-1]), shape[-1]
+    host = backend == "host"
+    shared = not host and columns >= SHARED_COLUMNS
+    simdgroups = min(32, -(-columns // (4 * SIMD_WIDTH))) if shared else 4
+    if host:
+        groups = min(rows, -(-rows * columns // VALUES_PER_GROUP))
+    else:
+        groups = rows if shared else -(-rows // simdgroups)
+    return Launch(
+        kernel,
+        template=(
+            *outputs,
+            ("NDIM", len(shape)),
+            ("SHARED", shared),
+            ("EPSILON_BITS", float_bits(eps)),
+            *parameters,
+        ),
+        groups=(groups, 1),
+        simdgroups=1 if host else simdgroups,
+        input_dtypes=input_dtypes,
+        output_shapes=(shape,) * len(outputs),
+        output_dtypes=tuple(dtype for _, dtype in outputs),
+    )
+
+
+def _run(x, weight, *, eps: float, centered=False, gate=None, activation=0, residual=None, scale=None, backend):
+    """``rms_norm`` with all that it can do."""
+    dtype = x.dtype if residual is None else residual.dtype
+    given = (x, weight, gate, residual, scale)
+    parameters = (
+        ("WEIGHTS", 0 if weight is None else weight.size // x.shape[-1]),
+        ("CENTERED", centered),
+        ("GATE", activation),
+        ("RESIDUAL", residual is not None),
+        ("SCALED", scale is not None),
+    )
+    dtypes = tuple(None if a is None else a.dtype for a in given)
+    return backend.launch(plan(backend.name, NORM, x.shape, eps, parameters, dtypes, (("O", dtype),)), given)[0]
+
+
+def _check(op: str, x: mx.array, weight: mx.array | None, **alike: mx.array) -> None:
+    """Raise OptionError unless the parts of an op fit ``x``."""
+    if x.ndim == 0 or x.shape[-1] == 0:
+        raise OptionError(f"{op}: x is {list(x.shape)}, but a norm needs a last axis with something in it")
+    if weight is not None and (weight.ndim == 0 or weight.shape != x.shape[-weight.ndim :]):
+        raise OptionError(f"{op}: weight is {list(weight.shape)}, but x is {list(x.shape)}; its last axes must agree")
+    for name, array in alike.items():
+        if array.shape != x.shape:
+            raise OptionError(f"{op}: {name} is {list(array.shape)}, but x is {list(x.shape)}; they must agree")
+
+
+def rms_norm(x: mx.array, weight: mx.array | None, *, eps: float, centered: bool = False, backend: Backend) -> mx.array:
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last axis.
 
-    ``x [..., D]``, ``weight [D]`` or None -> the shape and dtype of ``x``. Uses `mx.fast.rms_norm`. Raises OptionError
-    for a weight of another length.
+    ``x [..., D]`` -> its shape and dtype. ``weight`` has the shape of the last axes of ``x``: ``[D]``, ``[G, D]`` for
+    groups that have their own, or is None. ``centered`` weights are stored less 1, which is added in float32. Runs in
+    our kernel, otherwise in `mx.fast.rms_norm`. Raises OptionError for a weight that does not fit.
     """
-    if weight is not None and weight.shape != x.shape[-1:]:
-        raise OptionError(f"rms_norm: weight is {list(weight.shape)}, but x has {x.shape[-1]} columns")
+    _check("rms_norm", x, weight)
     if x.size == 0:
         return x
+    if serves(backend, x.dtype):
+        backend.count("rms_norm", "kernel")
+        return _run(x, weight, eps=eps, centered=centered, backend=backend)
     backend.count("rms_norm", "mlx")
+    if centered or (weight is not None and weight.ndim > 1):
+        return rms_norm_reference(x, weight, eps=eps, centered=centered)
     return mx.fast.rms_norm(x, weight, eps).astype(x.dtype)
+
+
+def gated_rms_norm(
+    x: mx.array, gate: mx.array, weight: mx.array, *, eps: float, activation: Activation, backend: Backend
+) -> mx.array:
+    """``rms_norm(x, weight) * activation(gate)``, the output norm of gated linear attention (Yang et al., 2024).
+
+    ``x``, ``gate [..., D]`` -> the dtype of ``x``; ``activation`` is ``"silu"`` or ``"sigmoid"``. Raises OptionError
+    for parts that do not fit.
+    """
+    _check("gated_rms_norm", x, weight, gate=gate)
+    if activation not in ACTIVATIONS:
+        raise OptionError(f"gated_rms_norm: activation={activation!r}; choose one of {', '.join(ACTIVATIONS)}")
+    if x.size == 0:
+        return x
+    if serves(backend, x.dtype):
+        backend.count("gated_rms_norm", "kernel")
+        options = {"gate": gate, "activation": 1 + ACTIVATIONS.index(activation)}
+        return _run(x, weight, eps=eps, **options, backend=backend)
+    backend.count("gated_rms_norm", "mlx")
+    return gated_rms_norm_reference(x, gate, weight, eps=eps, activation=activation)
+
+
+def rms_norm_add(
+    x: mx.array,
+    weight: mx.array | None,
+    residual: mx.array,
+    *,
+    eps: float,
+    centered: bool = False,
+    scale: mx.array | None = None,
+    backend: Backend,
+) -> mx.array:
+    """``(residual + rms_norm(x, weight)) * scale``: a norm after a sublayer, and its way into the residual stream.
+
+    ``x``, ``residual [..., D]``, ``scale [1]`` or None -> the dtype of ``residual``. Raises OptionError for parts that
+    do not fit.
+    """
+    _check("rms_norm_add", x, weight, residual=residual)
+    if scale is not None and scale.shape != (1,):
+        raise OptionError(f"rms_norm_add: scale is {list(scale.shape)}; it must be [1]")
+    if x.size == 0:
+        return residual
+    options = {"eps": eps, "centered": centered, "scale": scale}
+    if serves(backend, x.dtype, residual.dtype):
+        backend.count("rms_norm_add", "kernel")
+        return _run(x, weight, residual=residual, **options, backend=backend)
+    backend.count("rms_norm_add", "mlx")
+    return rms_norm_add_reference(x, weight, residual, **options)
+
+
+def add_rms_norm(
+    x: mx.array, residual: mx.array, weight: mx.array, *, eps: float, centered: bool = False, backend: Backend
+) -> tuple[mx.array, mx.array]:
+    """``residual + x``, and `rms_norm` of that: the residual stream, and the input of the next sublayer.
+
+    ``x``, ``residual [..., D]``, ``weight [D]`` -> the sum in the dtype of ``residual``, its norm in that of ``x``.
+    Raises OptionError for parts that do not fit.
+    """
+    _check("add_rms_norm", x, weight, residual=residual)
+    if weight.ndim != 1:
+        raise OptionError(f"add_rms_norm: weight is {list(weight.shape)}; it must be [{x.shape[-1]}]")
+    if x.size == 0:
+        return residual, x
+    if serves(backend, x.dtype, residual.dtype):
+        backend.count("add_rms_norm", "kernel")
+        outputs, given = (("S", residual.dtype), ("O", x.dtype)), (x, residual, weight)
+        dtypes = tuple(a.dtype for a in given)
+        call = plan(backend.name, ADD_NORM, x.shape, eps, (("CENTERED", centered),), dtypes, outputs)
+        return tuple(backend.launch(call, given))
+    backend.count("add_rms_norm", "mlx")
+    return add_rms_norm_reference(x, residual, weight, eps=eps, centered=centered)

@@ -7,22 +7,28 @@ from functools import lru_cache
 import mlx.core as mx
 import numpy as np
 
+from turbospark_mlx.custom_kernels import decode_attention
 from turbospark_mlx.custom_kernels.backends import Backend
 from turbospark_mlx.custom_kernels.backends.kernel import Kernel, Launch, float_bits
 from turbospark_mlx.custom_kernels.norm import rms_norm_reference
 from turbospark_mlx.errors import OptionError
 
-KERNEL = Kernel("fused_qkv_epilogue", inputs=("qkv", "rotation", "q_norm", "k_norm"), outputs=("q", "kv"))
+KERNEL = Kernel(
+    "fused_qkv_epilogue",
+    inputs=("qkv", "rotation", "q_norm", "k_norm", "cache", "start"),
+    outputs=("q", "kv"),
+    writes=("cache",),
+)
 VALUES_PER_GROUP = 1 << 14
 
 
-def rotation_table(frequencies: np.ndarray, offset: int, length: int) -> mx.array:
+def rotation_table(frequencies: np.ndarray, offset: int, length: int) -> np.ndarray:
     """Cosines and sines ``[length, D / 2, 2]``, float32, at positions ``offset`` and on.
 
     ``frequencies [D / 2]`` are radians a position.
     """
     angles = np.arange(offset, offset + length, dtype=np.float64)[:, None] * frequencies
-    return mx.array(np.stack([np.cos(angles), np.sin(angles)], axis=-1).astype(np.float32))
+    return np.stack([np.cos(angles), np.sin(angles)], axis=-1).astype(np.float32)
 
 
 def qkv_epilogue_reference(qkv, rotation, *, heads: int, kv_heads: int, q_norm=None, k_norm=None, eps=None):
@@ -51,8 +57,9 @@ def plan(
     dtype: mx.Dtype,
     q_norm_dtype: mx.Dtype | None,
     k_norm_dtype: mx.Dtype | None,
+    append: bool,
 ) -> Launch:
-    """The launch for ``qkv`` of ``shape``."""
+    """The launch for ``qkv`` of ``shape``; ``append`` writes keys and values into a cache."""
     batch, length, width = shape
     head_dim, units = width // (heads + 2 * kv_heads), batch * length * (heads + 2 * kv_heads)
     host = backend == "host"
@@ -65,11 +72,15 @@ def plan(
             ("D", head_dim),
             ("NORM", q_norm_dtype is not None),
             ("EPSILON_BITS", float_bits(eps)),
+            ("APPEND", append),
         ),
         groups=(max(1, batch * length * width // VALUES_PER_GROUP) if host else -(-units // 4), 1),
         simdgroups=1 if host else 4,
-        input_dtypes=(dtype, mx.float32, q_norm_dtype or dtype, k_norm_dtype or dtype),
-        output_shapes=((batch, heads, length, head_dim), (2, batch, kv_heads, length, head_dim)),
+        input_dtypes=(dtype, mx.float32, q_norm_dtype, k_norm_dtype, *((dtype, mx.int32) if append else (None, None))),
+        output_shapes=(
+            (batch, heads, length, head_dim),
+            None if append else (2, batch, kv_heads, length, head_dim),
+        ),
         output_dtypes=(dtype, dtype),
     )
 
@@ -91,24 +102,86 @@ def qkv_epilogue(
     2)`` turn by ``rotation [L, D / 2, 2]`` (see `rotation_table`). ``q_norm [D]``, ``k_norm [D]`` with ``eps`` stand
     for `norm.rms_norm` of each head before. Raises OptionError for shapes that do not fit.
     """
-    _, length, width = qkv.shape
+    _check("qkv_epilogue", qkv.shape, rotation, heads, kv_heads, q_norm, k_norm, eps)
+    if backend.launch is None or qkv.size == 0 or (backend.device == "cpu" and qkv.dtype != mx.float32):
+        backend.count("qkv_epilogue", "mlx")
+        norms = {"q_norm": q_norm, "k_norm": k_norm, "eps": eps}
+        return qkv_epilogue_reference(qkv, rotation, heads=heads, kv_heads=kv_heads, **norms)
+    return tuple(_launch(qkv, rotation, heads, kv_heads, q_norm, k_norm, eps, None, None, backend))
+
+
+def qkv_append_reference(qkv, rotation, cache, start, **sizes):
+    """Definition of `qkv_append`: ``(q, cache)`` with a cache that has the rows."""
+    q, kv = qkv_epilogue_reference(qkv, rotation, **sizes)
+    slots = (start + mx.arange(qkv.shape[1])) % cache.shape[3]
+    cache = mx.array(cache)
+    cache[:, :, :, slots] = kv.astype(cache.dtype)
+    return q, cache
+
+
+def appends(qkv: mx.array, backend: Backend) -> bool:
+    """Whether `qkv_append` and `cache_attention` take these rows: few, and in a dtype that the back end computes in."""
+    return (
+        backend.launch is not None
+        and qkv.shape[1] <= decode_attention.ROWS
+        and qkv.size >= 8
+        and (backend.device == "gpu" or qkv.dtype == mx.float32)
+    )
+
+
+def qkv_append(
+    qkv: mx.array,
+    rotation: mx.array,
+    cache: mx.array,
+    start: mx.array,
+    *,
+    heads: int,
+    kv_heads: int,
+    q_norm: mx.array | None = None,
+    k_norm: mx.array | None = None,
+    eps: float | None = None,
+    backend: Backend,
+) -> mx.array:
+    """`qkv_epilogue` that writes keys and values into ``cache`` itself, for what `appends` accepts; returns ``q``.
+
+    ``cache [2, B, KV, capacity, D]``, evaluated or not, is changed: the row of position ``p`` is ``p % capacity``, from
+    ``start``, an int32 array ``[1]``, on. MLX does not know of it: wait for ``q``, or for what is computed from it,
+    before the cache is read by anything but `cache_attention` of this ``q``. Raises OptionError as `qkv_epilogue` does.
+    """
+    head_dim = _check("qkv_append", qkv.shape, rotation, heads, kv_heads, q_norm, k_norm, eps)
+    batch, length, _ = qkv.shape
+    if (
+        cache.ndim != 5
+        or cache.shape != (2, batch, kv_heads, cache.shape[3], head_dim)
+        or length > cache.shape[3]
+        or cache.dtype != qkv.dtype
+    ):
+        raise OptionError(
+            f"qkv_append: the cache is {cache.dtype} {list(cache.shape)}; {length} rows of {qkv.dtype} need "
+            f"[2, {batch}, {kv_heads}, at least {length}, {head_dim}]"
+        )
+    return _launch(qkv, rotation, heads, kv_heads, q_norm, k_norm, eps, cache, start, backend)[0]
+
+
+def _check(op: str, shape, rotation, heads, kv_heads, q_norm, k_norm, eps) -> int:
+    """Check that the parts belong together; returns D. Raises OptionError."""
+    _, length, width = shape
     head_dim, rest = divmod(width, heads + 2 * kv_heads)
     if rest or head_dim % 2 or rotation.shape != (length, head_dim // 2, 2):
         raise OptionError(
-            f"qkv_epilogue: qkv {list(qkv.shape)} of {heads} + 2 * {kv_heads} heads, rotation {list(rotation.shape)} "
+            f"{op}: qkv {list(shape)} of {heads} + 2 * {kv_heads} heads, rotation {list(rotation.shape)} "
             "do not fit [B, L, heads * D] and [L, D / 2, 2]"
         )
     if len({q_norm is None, k_norm is None, eps is None}) > 1:
-        raise OptionError("qkv_epilogue: q_norm, k_norm and eps belong together")
-    norms = {"q_norm": q_norm, "k_norm": k_norm}
-    for name, weight in norms.items():
+        raise OptionError(f"{op}: q_norm, k_norm and eps belong together")
+    for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
         if weight is not None and weight.shape != (head_dim,):
-            raise OptionError(f"qkv_epilogue: {name} is {list(weight.shape)}, but heads have {head_dim} dimensions")
-    if backend.launch is None or qkv.size == 0 or (backend.device == "cpu" and qkv.dtype != mx.float32):
-        backend.count("qkv_epilogue", "mlx")
-        return qkv_epilogue_reference(qkv, rotation, heads=heads, kv_heads=kv_heads, **norms, eps=eps)
-    backend.count("qkv_epilogue", "kernel")
-    dtypes = (None if weight is None else weight.dtype for weight in norms.values())
-    call = plan(backend.name, qkv.shape, heads, kv_heads, eps or 0.0, qkv.dtype, *dtypes)
-    weights = (qkv if weight is None else weight for weight in norms.values())
-    return tuple(backend.launch(call, (qkv, rotation, *weights)))
+            raise OptionError(f"{op}: {name} is {list(weight.shape)}, but heads have {head_dim} dimensions")
+    return head_dim
+
+
+def _launch(qkv, rotation, heads, kv_heads, q_norm, k_norm, eps, cache, start, backend) -> list[mx.array]:
+    backend.count("qkv_epilogue" if cache is None else "qkv_append", "kernel")
+    dtypes = (None if weight is None else weight.dtype for weight in (q_norm, k_norm))
+    call = plan(backend.name, qkv.shape, heads, kv_heads, eps or 0.0, qkv.dtype, *dtypes, cache is not None)
+    return backend.launch(call, (qkv, rotation, q_norm, k_norm, cache, start))

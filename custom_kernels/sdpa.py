@@ -88,10 +88,11 @@ def attention(
         raise OptionError(f"attention: window={window}; a window holds at least the query's own position")
     if q.size == 0:
         return mx.zeros((batch, heads, length, v.shape[-1]), dtype=q.dtype)
-    if k.dtype == v.dtype and decode_attention.serves(q, keys, min(k.size, v.size), mask, backend):
+    if k.dtype == v.dtype and decode_attention.serves(q, min(k.size, v.size), mask, backend):
         backend.count("attention", "kernel")
-        options = {"scale": scale, "causal": mask is not None, "window": window, "sinks": sinks, "kv_dtype": k.dtype}
-        y = decode_attention.decode_attention(q, k, v, **options, backend=backend)
+        start = mx.array([keys - length], mx.int32)
+        options = {"scale": scale, "causal": mask is not None, "window": window, "sinks": sinks, "backend": backend}
+        y = decode_attention.decode_attention(q, k, v, start, **options)
         return y.reshape(batch, length, heads, -1).swapaxes(1, 2)
     if backend.device == "cpu":
         backend.count("attention", "blas")
@@ -105,46 +106,39 @@ def attention(
 
 
 def cache_attention_reference(
-    q, kv, *, keys: int, scale: float, mask: Mask = None, window=None, sinks=None
+    q, kv, start, *, scale: float, mask: Mask = None, window=None, sinks=None
 ) -> mx.array:
     """Definition of `cache_attention`."""
+    keys = min(start.item() + q.shape[2], kv.shape[3])
     k, v = kv[0, :, :, :keys], kv[1, :, :, :keys]
-    return _merge_heads(attention_reference(q, k, v, scale=scale, mask=mask, window=window, sinks=sinks))
-
-
-def _merge_heads(y: mx.array) -> mx.array:
+    y = attention_reference(q, k, v, scale=scale, mask=mask, window=window, sinks=sinks)
     return y.swapaxes(1, 2).reshape(y.shape[0], y.shape[2], -1)
 
 
 def cache_attention(
     q: mx.array,
     kv: mx.array,
+    start: mx.array,
     *,
-    keys: int,
     scale: float,
-    mask: Mask = None,
+    mask: Literal["causal"] | None = None,
     window: int | None = None,
     sinks: mx.array | None = None,
     backend: Backend,
 ) -> mx.array:
-    """`attention` over the first ``keys`` rows of a cache's buffer, with the heads side by side.
+    """`attention` over a cache's buffer in place, with the heads side by side, for what `serves_cache` accepts.
 
     ``q [B, H, L, D]``, ``kv [2, B, KV, capacity, D]`` with keys first -> ``[B, L, H * D]``, which is what an output
-    projection takes. Reading the buffer in place saves a CPU the views, each of which costs as much as a small product.
+    projection takes. ``start`` is an int32 array ``[1]``, the position of the first query, read on the device; the keys
+    are the first ``start + L`` rows, or all where there are no more. Raises OptionError for shapes that do not fit.
     """
     batch, heads, length, head_dim = q.shape
     kv_heads, capacity = kv.shape[2], kv.shape[3]
-    if kv.shape != (2, batch, kv_heads, capacity, head_dim) or heads % kv_heads or not length <= keys <= capacity:
+    if kv.shape != (2, batch, kv_heads, capacity, head_dim) or heads % kv_heads or length > capacity:
         raise OptionError(
-            f"cache_attention: q {list(q.shape)}, kv {list(kv.shape)} and {keys} keys do not fit [B, H, L, D] and "
-            "[2, B, KV, capacity, D] with H a multiple of KV and L <= keys <= capacity"
+            f"cache_attention: q {list(q.shape)} and kv {list(kv.shape)} do not fit [B, H, L, D] and "
+            "[2, B, KV, capacity, D] with H a multiple of KV and L at most the capacity"
         )
-    k, v = kv[0, :, :, :keys], kv[1, :, :, :keys]
-    options = {"scale": scale, "window": window, "sinks": sinks, "backend": backend}
-    if not decode_attention.serves(q, keys, kv.size, mask, backend):
-        return _merge_heads(attention(q, k, v, mask=mask, **options))
     backend.count("attention", "kernel")
-    if backend.device == "cpu" and kv.dtype != mx.bfloat16:
-        buffer = np.array(kv, copy=False)
-        k, v = buffer[0, :, :, :keys], buffer[1, :, :, :keys]
-    return decode_attention.decode_attention(q, k, v, causal=mask is not None, kv_dtype=kv.dtype, **options)
+    options = {"scale": scale, "causal": mask is not None, "window": window, "sinks": sinks, "backend": backend}
+    return decode_attention.decode_attention(q, kv, None, start, **options)

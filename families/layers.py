@@ -189,16 +189,49 @@ class RoPE:
         """``frequencies [D / 2]``: radians a position."""
         self._frequencies = frequencies
         self._periods = mx.array((1.0 / frequencies).astype(np.float32))
-        self._table = (0, 0, None)
 
-    def table(self, offset: int, length: int) -> mx.array:
-        """`custom_kernels.rotation_table`. The last one is kept, because all layers of a step ask for the same."""
-        if self._table[:2] != (offset, length):
-            self._table = (offset, length, rotation_table(self._frequencies, offset, length))
-        return self._table[2]
+    def table(self, offset: int, length: int) -> np.ndarray:
+        """`custom_kernels.rotation_table` of ``length`` positions from ``offset`` on."""
+        return rotation_table(self._frequencies, offset, length)
 
     def __call__(self, x: mx.array, offset: int | mx.array) -> mx.array:
         return mx.fast.rope(x, x.shape[-1], traditional=False, base=None, scale=1.0, offset=offset, freqs=self._periods)
+
+
+class Positions:
+    """Where the tokens of one pass stand, as every layer needs it.
+
+    Made once a pass. What it gives to kernels are arrays, so that a recorded pass runs again at another position.
+    """
+
+    def __init__(self, offset: int, length: int):
+        """``length`` tokens from position ``offset`` on."""
+        self._offset, self._length = offset, length
+        self._tables: dict[RoPE, mx.array] = {}
+        self._start: mx.array | None = None
+
+    @property
+    def offset(self) -> int:
+        """The position of the first token, for operations that take a number."""
+        return self._offset
+
+    @property
+    def start(self) -> mx.array:
+        """``offset`` as an int32 array ``[1]``."""
+        if self._start is None:
+            self._start = mx.array([self._offset], mx.int32)
+        return self._start
+
+    @property
+    def ropes(self) -> list[RoPE]:
+        """What was asked for its rotation so far."""
+        return list(self._tables)
+
+    def rotation(self, rope: RoPE) -> mx.array:
+        """`RoPE.table` of these positions, float32 ``[L, D / 2, 2]``."""
+        if rope not in self._tables:
+            self._tables[rope] = mx.array(rope.table(self._offset, self._length))
+        return self._tables[rope]
 
 
 class Projections:

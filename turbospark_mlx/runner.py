@@ -27,6 +27,7 @@ from turbospark_mlx.custom_kernels import backends
 from turbospark_mlx.errors import BackendError, ContextError, OptionError, TurbosparkError
 from turbospark_mlx.gturbo import Install
 from turbospark_mlx.gturbo.files import spell_bytes
+from turbospark_mlx.step import DecodeStep
 from turbospark_mlx.tokenizer import Tokenizer
 
 PREFILL_CHUNK = {"cpu": 512, "gpu": 2048}
@@ -120,6 +121,7 @@ class Runner:
             self._chunk = whole_number("prefill_chunk", prefill_chunk)
         self._ids: list[int] = []
         self._cache = model.make_cache(self.max_context)
+        self._step = DecodeStep(model)
 
     @classmethod
     def open(
@@ -276,7 +278,7 @@ class Runner:
             return
         self._check_usable()
         self._closed = True
-        self._ids, self._cache, self.model = [], [], None
+        self._ids, self._cache, self.model, self._step = [], [], None, None
         if self._install is not None:
             self._install.close()
 
@@ -347,13 +349,16 @@ class Runner:
         """Run ``ids`` as one pass. Only its last row goes through the head, and only where ``head``."""
         start, marks = self.position, mark_all(self._cache) if len(ids) > 1 else None
         try:
-            hidden = self.model.hidden(mx.array([ids]), self._cache)
-            logits = self.model.head(hidden[:, -1:])[0, 0].astype(mx.float32) if head else None
+            if head and len(ids) == 1:
+                logits = self._step(ids[0], self._cache)
+            else:
+                hidden = self.model.hidden(mx.array([ids]), self._cache)
+                logits = self.model.head(hidden[:, -1:])[0, 0].astype(mx.float32) if head else None
         except BaseException:
             self._undo(start, marks)
             raise
         try:
-            mx.eval(logits, [layer.state for layer in self._cache])
+            mx.eval(logits, [layer.arrays for layer in self._cache])
         except BaseException:
             # The buffers are results of the evaluation that failed.
             self._empty()

@@ -21,15 +21,15 @@ class Backend:
     """What was chosen to run the ops, and how often each way of running each op was taken.
 
     ``device`` is ``"cpu"`` or ``"gpu"``. ``reason`` is one sentence for the user. ``launch`` runs one of our kernels,
-    or is None where there are none; ``prepare`` compiles one that will be needed,
-    where that is done ahead. ``counters`` maps ``(op, path)`` to a number of calls, where path is ``"kernel"``,
+    with None for an input that is left out, or is None where there are none; ``prepare`` compiles one that will be
+    needed, where that is done ahead. ``counters`` maps ``(op, path)`` to a number of calls, where path is ``"kernel"``,
     ``"mlx"`` (plain mlx) or ``"blas"`` (numpy's BLAS, on a CPU).
     """
 
     name: str
     device: str
     reason: str
-    launch: Callable[[Launch, tuple[mx.array, ...]], list[mx.array]] | None = field(
+    launch: Callable[[Launch, tuple[mx.array | None, ...]], list[mx.array]] | None = field(
         default=None, compare=False, repr=False
     )
     prepare: Callable[[Launch], None] = field(default=lambda call: None, compare=False, repr=False)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from turbospark_mlx.custom_kernels.backends.kernel import METAL, Kernel, Launch, launch_on_gpu, read_source
+from turbospark_mlx.custom_kernels.backends.kernel import METAL, Kernel, Launch, bind, body, given, read_source
 
 # Metal's thread attributes arrive as arguments; CUDA's are built in.
 ATTRIBUTES = """
@@ -34,17 +34,22 @@ def header(kernel: Kernel) -> str:
 
 
 @cache
-def _function(kernel: Kernel):
+def _function(kernel: Kernel, names: tuple[tuple[str, ...], tuple[str, ...]]):
     return mx.fast.cuda_kernel(
         name=kernel.name,
-        input_names=list(kernel.inputs),
-        output_names=list(kernel.outputs),
-        source=ATTRIBUTES + translate(kernel.source),
+        input_names=list(names[0]),
+        output_names=list(names[1]),
+        source=ATTRIBUTES + translate(body(kernel, names)),
         header=header(kernel),
         ensure_row_contiguous=not kernel.strided,
     )
 
 
-def launch(call: Launch, inputs: tuple[mx.array, ...]) -> list[mx.array]:
+@cache
+def _bound(call: Launch):
+    return bind(_function(call.kernel, call.names), call)
+
+
+def launch(call: Launch, inputs: tuple[mx.array | None, ...]) -> list[mx.array]:
     """Add one kernel to the graph."""
-    return launch_on_gpu(_function(call.kernel), call, inputs)
+    return _bound(call)(inputs=given(inputs))

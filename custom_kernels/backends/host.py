@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from turbospark_mlx.custom_kernels.backends import compiler
-from turbospark_mlx.custom_kernels.backends.kernel import METAL, Launch, read_source
+from turbospark_mlx.custom_kernels.backends.kernel import METAL, Launch, body, given, read_source
 from turbospark_mlx.errors import BackendError
 
 HERE = Path(__file__).parent
@@ -29,6 +29,9 @@ TYPES = {
 NUMPY_TYPES = {mx.float32: np.float32, mx.int32: np.int32}
 SHAPE, STRIDES = 1, 2
 
+observers: list[Callable[..., None]] = []
+"""The last one is told of each launch: its inputs, and its outputs as numpy and as MLX arrays."""
+
 
 def thread_count() -> int:
     """The cores that this process may use: its affinity, and the quota of its control group."""
@@ -41,8 +44,8 @@ def thread_count() -> int:
 
 
 @cache
-def _chosen() -> tuple[compiler.Compiler, Callable[..., int]]:
-    """The first compiler that works, and the function that runs compiled kernels."""
+def _chosen() -> tuple[compiler.Compiler, ctypes.PyDLL]:
+    """The first compiler that works, and the library that runs compiled kernels."""
     failures = []
     for candidate in compiler.candidates():
         try:
@@ -51,11 +54,9 @@ def _chosen() -> tuple[compiler.Compiler, Callable[..., int]]:
         except BackendError as error:
             failures.append(str(error))
             continue
-        launch = library.launch
-        launch.restype = ctypes.c_int
         pointer, array, number = ctypes.c_void_p, ctypes.py_object, ctypes.c_uint32
-        launch.argtypes = [pointer, array, ctypes.c_char_p, array, number, number, ctypes.c_int]
-        return candidate, launch
+        library.launch.argtypes = [pointer, array, ctypes.c_char_p, array, number, number, ctypes.c_int]
+        return candidate, library
     found = "\n".join(failures) or "there is none"
     raise BackendError(
         f"kernels='host' needs a C++ compiler: {found}. Install one with: pip install ziglang (or clang++ or g++ from "
@@ -69,7 +70,8 @@ def describe() -> str:
 
 
 @cache
-def _runtime() -> tuple[Callable[..., int], int]:
+def runtime() -> tuple[ctypes.PyDLL, int]:
+    """The library of host_runtime.hpp, and the number of threads to run with."""
     return _chosen()[1], thread_count()
 
 
@@ -86,21 +88,20 @@ def source_text(call: Launch) -> str:
         else:
             parts.append(f"constexpr {'bool' if isinstance(value, bool) else 'int'} {name} = {int(value)};")
     arguments = []
-    for name, dtype in zip(kernel.inputs, call.input_dtypes, strict=True):
+    for name, dtype in call.present_inputs:
         arguments.append((f"const {TYPES[dtype]}*", name))
         if kernel.reads(name, "shape"):
             arguments.append(("const int*", f"{name}_shape"))
         if kernel.reads(name, "strides"):
             arguments.append(("const int64_t*", f"{name}_strides"))
-    for name, dtype in zip(kernel.outputs, call.output_dtypes, strict=True):
+    for name, _, dtype in call.present_outputs:
         arguments.append((f"{TYPES[dtype]}*", name))
     declared = ", ".join(" ".join(argument) for argument in arguments)
     passed = ", ".join(f"({kind})buffers[{i}]" for i, (kind, _) in enumerate(arguments))
     parts.append(f"""
 static void threadgroup_body({declared}, const uint3 threadgroup_position_in_grid, const uint3 threadgroups_per_grid) {{
 constexpr uint thread_index_in_simdgroup = 0, simdgroup_index_in_threadgroup = 0, simdgroups_per_threadgroup = 1;
-#line 1 "{kernel.name}.metal"
-{kernel.source}
+{body(kernel, call.names)}
 }}
 
 extern "C" void run(const void* const* buffers, const uint32_t* groups, uint32_t begin, uint32_t end) {{
@@ -118,24 +119,25 @@ def _compiled(text: str, name: str) -> ctypes.CDLL:
 
 
 @cache
-def _prepared(call: Launch) -> tuple[int, bytes, tuple]:
+def prepared(call: Launch) -> tuple[int, bytes, tuple]:
     """The address of the compiled kernel, how it reads each input, and the types of its outputs for numpy."""
     library = _compiled(source_text(call), call.kernel.name)
     address = ctypes.cast(library.run, ctypes.c_void_p).value
-    outputs = tuple(zip(call.output_shapes, (NUMPY_TYPES[dtype] for dtype in call.output_dtypes), strict=True))
+    outputs = tuple((shape, NUMPY_TYPES[dtype]) for _, shape, dtype in call.present_outputs)
     reads = [
         SHAPE * call.kernel.reads(name, "shape") | STRIDES * call.kernel.reads(name, "strides")
-        for name in call.kernel.inputs
+        for name, _ in call.present_inputs
     ]
     return address, bytes(reads), outputs
 
 
-def run(call: Launch, inputs: tuple[mx.array, ...]) -> tuple[np.ndarray, ...]:
+def run(call: Launch, inputs: tuple[mx.array | None, ...]) -> tuple[np.ndarray, ...]:
     """Run one kernel, wait for it, and return its outputs."""
-    address, reads, made = _prepared(call)
+    address, reads, made = prepared(call)
     outputs = tuple(np.empty(shape, dtype) for shape, dtype in made)
-    launcher, threads = _runtime()
-    while status := launcher(address, inputs, reads, outputs, *call.groups, threads):
+    library, threads = runtime()
+    inputs = tuple(given(inputs))
+    while status := library.launch(address, inputs, reads, outputs, *call.groups, threads):
         index = status - 1
         inputs = (*inputs[:index], mx.contiguous(inputs[index]), *inputs[index + 1 :])
     return outputs
@@ -143,9 +145,13 @@ def run(call: Launch, inputs: tuple[mx.array, ...]) -> tuple[np.ndarray, ...]:
 
 def prepare(call: Launch) -> None:
     """Compile a kernel, or load it from the cache, so that its first launch is as fast as the others."""
-    _prepared(call)
+    prepared(call)
 
 
-def launch(call: Launch, inputs: tuple[mx.array, ...]) -> list[mx.array]:
+def launch(call: Launch, inputs: tuple[mx.array | None, ...]) -> list[mx.array]:
     """`run` with its outputs as MLX arrays."""
-    return [mx.array(output) for output in run(call, inputs)]
+    outputs = run(call, inputs)
+    arrays = [mx.array(output) for output in outputs]
+    if observers:
+        observers[-1](call, inputs, outputs, arrays)
+    return arrays

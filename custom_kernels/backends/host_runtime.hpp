@@ -164,46 +164,110 @@ bool contiguous(const Buffer& view) {
 
 enum { SHAPE = 1, STRIDES = 2 };
 
-// Run ``kernel`` over ``groups_x * groups_y`` threadgroups. ``inputs`` and ``outputs`` are tuples of objects with the buffer
-// protocol. ``uses[i]`` says whether the kernel reads the shape (int32) or the strides (int64, in elements) of input i, whose
-// last axis must then be contiguous; the others must be so as a whole. Returns 0; 1 + i where input i is not; -1 with a Python exception set.
-extern "C" int launch(
-    Kernel kernel, void* inputs, const uint8_t* uses, void* outputs, uint32_t groups_x, uint32_t groups_y, int threads) {
-  Buffer views[MAX_ARRAYS];
+// A kernel and its arguments: the memory of each array, followed by what it reads of its shape and strides.
+struct Call {
+  Kernel kernel;
+  uint32_t groups[2];
+  int used;
+  uint8_t is_memory[MAX_BUFFERS];
   const void* buffers[MAX_BUFFERS];
   int32_t shapes[MAX_ARRAYS][MAX_DIMENSIONS];
   int64_t strides[MAX_ARRAYS][MAX_DIMENSIONS];
+};
+
+namespace {
+
+// Fill ``call`` from tuples of objects with the buffer protocol. ``uses[i]`` says whether the kernel reads the shape (int32) or the
+// strides (int64, in elements) of input i, whose last axis must then be contiguous; the others must be so as a whole. Returns 0;
+// 1 + i where input i is not; -1 with a Python exception set. ``views`` keep the memory, and have to be let go.
+int gather(Call& call, void* inputs, const uint8_t* uses, void* outputs, Buffer* views, int& held) {
   const int in = int(PyTuple_Size(inputs)), arrays = in + int(PyTuple_Size(outputs));
-  int held = 0, used = 0, status = 0;
-  for (; held < arrays && status == 0; ++held) {
+  int status = 0;
+  call.used = 0;
+  for (held = 0; held < arrays && status == 0; ++held) {
     const bool is_input = held < in;
     void* object = is_input ? PyTuple_GetItem(inputs, held) : PyTuple_GetItem(outputs, held - in);
     Buffer& view = views[held];
-    if (PyObject_GetBuffer(object, &view, is_input ? STRIDED : STRIDED | WRITABLE) != 0) {
-      status = -1;
-      break;
-    }
+    if (PyObject_GetBuffer(object, &view, is_input ? STRIDED : STRIDED | WRITABLE) != 0) return -1;
     const uint8_t use = is_input ? uses[held] : 0;
-    buffers[used++] = view.memory;
+    call.is_memory[call.used] = 1;
+    call.buffers[call.used++] = view.memory;
     if (use & SHAPE) {
-      for (int i = 0; i < view.dimensions; ++i) shapes[held][i] = int32_t(view.shape[i]);
-      buffers[used++] = shapes[held];
+      for (int i = 0; i < view.dimensions; ++i) call.shapes[held][i] = int32_t(view.shape[i]);
+      call.is_memory[call.used] = 0;
+      call.buffers[call.used++] = call.shapes[held];
     }
     if (use & STRIDES) {
-      for (int i = 0; i < view.dimensions; ++i) strides[held][i] = view.strides[i] / view.item_bytes;
-      buffers[used++] = strides[held];
+      for (int i = 0; i < view.dimensions; ++i) call.strides[held][i] = view.strides[i] / view.item_bytes;
+      call.is_memory[call.used] = 0;
+      call.buffers[call.used++] = call.strides[held];
       const int last = view.dimensions - 1;
       if (last >= 0 && view.shape[last] > 1 && view.strides[last] != view.item_bytes) status = held + 1;
     } else if (!contiguous(view)) {
       status = held + 1;
     }
   }
+  return status;
+}
+
+}  // namespace
+
+// Run ``kernel`` over ``groups_x * groups_y`` threadgroups; see ``gather`` for the rest.
+extern "C" int launch(
+    Kernel kernel, void* inputs, const uint8_t* uses, void* outputs, uint32_t groups_x, uint32_t groups_y, int threads) {
+  Call call;
+  Buffer views[MAX_ARRAYS];
+  int held;
+  call.groups[0] = groups_x;
+  call.groups[1] = groups_y;
+  const int status = gather(call, inputs, uses, outputs, views, held);
   if (status == 0) {
-    const uint32_t groups[2] = {groups_x, groups_y};
     void* python = PyEval_SaveThread();
-    run(kernel, buffers, groups, threads);
+    run(kernel, call.buffers, call.groups, threads);
     PyEval_RestoreThread(python);
   }
   while (held > 0) PyBuffer_Release(&views[--held]);
   return status;
+}
+
+extern "C" uint32_t call_bytes() {
+  return sizeof(Call);
+}
+
+// Note in ``call`` what `launch` would run. Whoever replays it keeps the arrays.
+extern "C" int record(
+    Call* call, Kernel kernel, void* inputs, const uint8_t* uses, void* outputs, uint32_t groups_x, uint32_t groups_y) {
+  Buffer views[MAX_ARRAYS];
+  int held;
+  call->kernel = kernel;
+  call->groups[0] = groups_x;
+  call->groups[1] = groups_y;
+  const int status = gather(*call, inputs, uses, outputs, views, held);
+  while (held > 0) PyBuffer_Release(&views[--held]);
+  return status;
+}
+
+// Where an array lies: {address, bytes}, which reach from its first to its last element.
+extern "C" int extent(void* object, uint64_t* to) {
+  Buffer view;
+  if (PyObject_GetBuffer(object, &view, STRIDED) != 0) return -1;
+  to[0] = uint64_t(view.memory);
+  to[1] = view.item_bytes;
+  for (int i = 0; i < view.dimensions; ++i) to[1] = view.shape[i] ? to[1] + (view.shape[i] - 1) * view.strides[i] : 0;
+  PyBuffer_Release(&view);
+  return 0;
+}
+
+// The memory arguments of a recorded call, to be read and replaced.
+extern "C" int memory_arguments(Call* call, const void*** to) {
+  int count = 0;
+  for (int i = 0; i < call->used; ++i) {
+    if (call->is_memory[i]) to[count++] = &call->buffers[i];
+  }
+  return count;
+}
+
+// Run recorded calls one after the other. The interpreter's lock has to be free.
+extern "C" void replay(Call** calls, uint32_t count, int threads) {
+  for (uint32_t i = 0; i < count; ++i) run(calls[i]->kernel, calls[i]->buffers, calls[i]->groups, threads);
 }

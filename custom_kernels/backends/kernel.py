@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property, partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -34,13 +34,16 @@ class Kernel:
 
     The body names its inputs, its outputs, the template parameters of the launch and Metal's thread attributes.
     ``headers`` are files of ``metal/``; a back end may have its own version of one. A body that names ``NAME_shape`` or
-    ``NAME_strides`` (in elements) is given them. If it names strides at all, no input is made contiguous for it.
+    ``NAME_strides`` (in elements) is given them. If it names strides at all, no input is made contiguous for it. Inputs
+    and outputs can be left out of a launch. ``writes`` names inputs that are written: caches, whose other rows stay.
+    MLX knows nothing of it, so whoever reads the array later has to wait for an output of the kernel first.
     """
 
     name: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     headers: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
 
     @property
     def source(self) -> str:
@@ -60,29 +63,64 @@ class Launch:
     """One call of a kernel, without its arrays. Ops make one for each combination of sizes and keep it.
 
     ``template`` gives the compile-time parameters in order. The grid is ``groups`` threadgroups (x, y) of
-    ``simdgroups`` simdgroups each; the host back end runs a threadgroup as one simdgroup of one lane.
+    ``simdgroups`` simdgroups each; the host back end runs a threadgroup as one simdgroup of one lane. An input
+    that this launch does not read has None for its dtype, and None is passed for it; an output that it does not write has
+    None for its shape, and is not returned. Fewer arguments cost less time.
     """
 
     kernel: Kernel
     template: Template
     groups: tuple[int, int]
     simdgroups: int
-    input_dtypes: tuple[mx.Dtype, ...]
-    output_shapes: tuple[tuple[int, ...], ...]
+    input_dtypes: tuple[mx.Dtype | None, ...]
+    output_shapes: tuple[tuple[int, ...] | None, ...]
     output_dtypes: tuple[mx.Dtype, ...]
 
+    @cached_property
+    def present_inputs(self) -> tuple[tuple[str, mx.Dtype], ...]:
+        """Names and dtypes of the inputs that are passed."""
+        pairs = zip(self.kernel.inputs, self.input_dtypes, strict=True)
+        return tuple((name, dtype) for name, dtype in pairs if dtype is not None)
 
-def launch_on_gpu(
-    function: Callable[..., list[mx.array]], call: Launch, inputs: tuple[mx.array, ...]
-) -> list[mx.array]:
-    """Add one kernel to the graph. ``function`` is what `mx.fast.metal_kernel` or `mx.fast.cuda_kernel` returned."""
+    @cached_property
+    def present_outputs(self) -> tuple[tuple[str, tuple[int, ...], mx.Dtype], ...]:
+        """Names, shapes and dtypes of the outputs that are written."""
+        every = zip(self.kernel.outputs, self.output_shapes, self.output_dtypes, strict=True)
+        return tuple(output for output in every if output[1] is not None)
+
+    @cached_property
+    def names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The inputs and the outputs that are there. With the kernel, they settle the text."""
+        return tuple(name for name, _ in self.present_inputs), tuple(name for name, *_ in self.present_outputs)
+
+
+def body(kernel: Kernel, names: tuple[tuple[str, ...], tuple[str, ...]]) -> str:
+    """The text of a kernel for a launch's ``names``: what is left out is declared, so that the text may name it."""
+    inputs, outputs = names
+    absent = []
+    for name in kernel.inputs:
+        if name not in inputs:
+            absent.append(f"const device float* {name} = nullptr;")
+            absent += [f"const constant int* {name}_shape = nullptr;"] * kernel.reads(name, "shape")
+            absent += [f"const constant int64_t* {name}_strides = nullptr;"] * kernel.reads(name, "strides")
+    absent += [f"device float* {name} = nullptr;" for name in kernel.outputs if name not in outputs]
+    return "\n".join([*absent, f'#line 1 "{kernel.name}.metal"', kernel.source])
+
+
+def bind(function: Callable[..., list[mx.array]], call: Launch) -> Callable[..., list[mx.array]]:
+    """What `mx.fast.metal_kernel` or `mx.fast.cuda_kernel` returned, with everything but ``inputs`` settled."""
     threads = call.simdgroups * SIMD_WIDTH
-    return function(
-        inputs=list(inputs),
+    return partial(
+        function,
         template=list(call.template),
         # MLX counts threads, and makes threadgroups smaller without a word where the grid is smaller than one.
         grid=(call.groups[0] * threads, call.groups[1], 1),
         threadgroup=(threads, 1, 1),
-        output_shapes=list(call.output_shapes),
-        output_dtypes=list(call.output_dtypes),
+        output_shapes=[shape for _, shape, _ in call.present_outputs],
+        output_dtypes=[dtype for *_, dtype in call.present_outputs],
     )
+
+
+def given(inputs: tuple[mx.array | None, ...]) -> list[mx.array]:
+    """The inputs that are there."""
+    return [array for array in inputs if array is not None]

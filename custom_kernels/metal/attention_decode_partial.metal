@@ -1,5 +1,7 @@
     // Attention of few query rows over one chunk of the keys: q [B, H, L, D], k [B, KV, S, D] and v [B, KV, S, E] are any
-    // views. H / KV * L query rows read one KV head; a threadgroup takes QUERIES of them and chunk y of the keys. Simdgroups
+    // views; with CACHE, k is [2, B, KV, S, D] and holds both. The first query stands at position start [1], and the keys
+    // are those up to the last query's, as far as S reaches: S is the length of a ring that has overwritten the others.
+    // H / KV * L query rows read one KV head; a threadgroup takes QUERIES of them and chunk y of the keys. Simdgroups
     // take KEYS keys at a time and keep a running peak, total and sum (Milakov and Gimelshein, 2018), which are merged in
     // threadgroup memory.
     // A row of the result is one head of one token, [B, L, H, E]. Where there is one chunk, out [rows, E] is that result,
@@ -18,10 +20,12 @@
     const uint kv_row = threadgroup_position_in_grid.x / sets;
     const uint chunk = threadgroup_position_in_grid.y, chunks = threadgroups_per_grid.y;
     const bool single = chunks == 1;
-    const device KV_T* keys = k + kv_row / KV * k_strides[0] + kv_row % KV * k_strides[1];
-    const device KV_T* values = v + kv_row / KV * v_strides[0] + kv_row % KV * v_strides[1];
+    const int64_t key_step = k_strides[CACHE + 2], value_step = CACHE ? key_step : v_strides[2];
+    const device KV_T* keys = k + kv_row / KV * k_strides[CACHE] + kv_row % KV * k_strides[CACHE + 1];
+    const device KV_T* values = CACHE ? keys + k_strides[0]
+                                      : (const device KV_T*)v + kv_row / KV * v_strides[0] + kv_row % KV * v_strides[1];
 
-    const int length = k_shape[2];
+    const int length = min(int(start[0]) + rows_a_head, int(k_shape[CACHE + 2]));
     const int oldest = WINDOW > 0 ? max(0, length - rows_a_head - WINDOW + 1) : 0;
     const int span = (length - oldest + int(chunks) - 1) / int(chunks);
     const int begin = oldest + int(chunk) * span;
@@ -53,7 +57,7 @@
       UNROLL
       for (int j = 0; j < KEYS; ++j) {
         float key[D_COUNT];
-        load_lane<D, D_COUNT>(keys + min(first + j, end - 1) * k_strides[2], k_strides[3], lane, key);
+        load_lane<D, D_COUNT>(keys + min(first + j, end - 1) * key_step, k_strides[CACHE + 3], lane, key);
         UNROLL
         for (uint i = 0; i < QUERIES; ++i) {
           float dot = 0.0f;
@@ -91,7 +95,7 @@
       UNROLL
       for (int j = 0; j < KEYS; ++j) {
         float value[E_COUNT];
-        load_lane<E, E_COUNT>(values + min(first + j, end - 1) * v_strides[2], v_strides[3], lane, value);
+        load_lane<E, E_COUNT>(values + min(first + j, end - 1) * value_step, CACHE ? k_strides[4] : v_strides[3], lane, value);
         UNROLL
         for (uint i = 0; i < QUERIES; ++i) {
           UNROLL

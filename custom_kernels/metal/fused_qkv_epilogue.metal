@@ -1,18 +1,27 @@
-    // qkv [B, L, (H + 2 KV) * D], the rows of a joint projection -> q [B, H, L, D] and kv [2, B, KV, L, D], keys first.
-    // Queries and keys are rotated: pairs (i, i + D / 2) by rotation [L, D / 2, 2], which holds cosines and sines. With NORM
-    // each of their heads is RMS-normalized before. Simdgroups take one head of one token at a time.
+    // qkv [B, L, (H + 2 KV) * D], the rows of a joint projection -> q [B, H, L, D] and keys and values. Queries and keys are
+    // rotated: pairs (i, i + D / 2) by rotation [L, D / 2, 2], which holds cosines and sines. With NORM each of their heads
+    // is RMS-normalized before. Without a cache, keys and values are kv [2, B, KV, L, D]; with APPEND they are written into
+    // cache [2, B, KV, capacity, D], position p into row p % capacity, and start [1] is the first position.
+    // Simdgroups take one head of one token at a time.
     constexpr uint HEADS = H + 2 * KV;
     const uint lane = thread_index_in_simdgroup;
     const uint step = threadgroups_per_grid.x * simdgroups_per_threadgroup;
     uint unit = threadgroup_position_in_grid.x * simdgroups_per_threadgroup + simdgroup_index_in_threadgroup;
-    const uint units = qkv_shape[0] * qkv_shape[1] * HEADS, length = qkv_shape[1];
+    const uint batch = qkv_shape[0], length = qkv_shape[1], units = batch * length * HEADS;
     for (; unit < units; unit += step) {
       const uint head = unit % HEADS, token = unit / HEADS, l = token % length, b = token / length;
       const device T* from = qkv + unit * D;
       const uint part = head < H ? 0 : head < H + KV ? 1 : 2;
-      const uint kv_head = part == 1 ? head - H : head - H - KV;
-      device T* to = part == 0 ? q + ((b * H + head) * length + l) * D
-                               : kv + ((((part - 1) * qkv_shape[0] + b) * KV + kv_head) * length + l) * D;
+      device T* to = q + ((b * H + head) * length + l) * D;
+      if (part > 0) {
+        const uint kv_head = ((part - 1) * batch + b) * KV + head - (part == 1 ? H : H + KV);
+        if (APPEND) {
+          const uint capacity = cache_shape[3];
+          to = (device T*)cache + (kv_head * capacity + (uint(start[0]) + l) % capacity) * D;
+        } else {
+          to = (device T*)kv + (kv_head * length + l) * D;
+        }
+      }
       float inverse_rms = 1.0f;
       if (NORM && part < 2) {
         float squares = 0.0f;

@@ -13,8 +13,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from turbospark_mlx.cache import LinearKV, RingKV
-from turbospark_mlx.custom_kernels import backends, cache_attention, qkv_epilogue
-from turbospark_mlx.families.layers import Builder, Format, RMSNorm, RoPE, project
+from turbospark_mlx.custom_kernels import appends, backends, cache_attention, qkv_append, qkv_epilogue
+from turbospark_mlx.families.layers import Builder, Format, Positions, RMSNorm, RoPE, project
 from turbospark_mlx.families.llama.config import LlamaConfig
 from turbospark_mlx.families.llama.weights import expected
 from turbospark_mlx.families.rope import attention_factor, frequencies, longest_context
@@ -44,6 +44,7 @@ class Attention(nn.Module):
     def __call__(
         self,
         x: mx.array,
+        positions: Positions,
         cache: LinearKV | RingKV | None = None,
         *,
         norm: nn.Module | None = None,
@@ -51,27 +52,34 @@ class Attention(nn.Module):
     ) -> mx.array:
         """``norm`` is applied to ``x`` before, ``residual`` is added after."""
         B, L, _ = x.shape
-        offset = 0 if cache is None else cache.offset
         # A single token sees every key that its cache returns, and a ring returns them in no particular order.
         mask, window = ("causal", self.window) if L > 1 else (None, None)
+        options = {"scale": self.scale, "mask": mask, "window": window}
         parts, norms = (self.q_proj, self.k_proj, self.v_proj), [self.get("q_norm"), self.get("k_norm")]
         joint = self._qkv.joint(*parts)
         if joint is not None and all(own is None or isinstance(own, RMSNorm) for own in norms):
             sizes = {"heads": self._heads, "kv_heads": self._kv_heads, "backend": self._backend}
             if norms[0] is not None:
                 sizes |= {"q_norm": norms[0]["weight"], "k_norm": norms[1]["weight"], "eps": norms[0].eps}
-            q, kv = qkv_epilogue(project(joint, x, norm=norm), self.rope.table(offset, L), **sizes)
+            qkv, rotation = project(joint, x, norm=norm), positions.rotation(self.rope)
+            if cache is not None and cache.places(L) and appends(qkv, self._backend):
+                kv = cache.place(L, (B, self._kv_heads, self.head_dim), qkv.dtype)
+                q = qkv_append(qkv, rotation, kv, positions.start, **sizes)
+                cache.written(q)
+                y = cache_attention(q, kv, positions.start, **options, backend=self._backend)
+                return project(self.o_proj, y, residual=residual)
+            q, kv = qkv_epilogue(qkv, rotation, **sizes)
             kv, keys = (kv, L) if cache is None else cache.append(kv)
-            options = {"scale": self.scale, "mask": mask, "window": window, "backend": self._backend}
-            return project(self.o_proj, cache_attention(q, kv, keys=keys, **options), residual=residual)
-        x = x if norm is None else norm(x)
-        q, k, v = (y.reshape(B, L, -1, self.head_dim).transpose(0, 2, 1, 3) for y in self._qkv(x, *parts))
-        if "q_norm" in self:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = self.rope(q, offset), self.rope(k, offset)
-        if cache is not None:
-            k, v = cache.update_and_fetch(k, v)
-        y = self._attention(q, k, v, scale=self.scale, mask=mask, window=window)
+            k, v = kv[0, :, :, :keys], kv[1, :, :, :keys]
+        else:
+            x = x if norm is None else norm(x)
+            q, k, v = (y.reshape(B, L, -1, self.head_dim).transpose(0, 2, 1, 3) for y in self._qkv(x, *parts))
+            if "q_norm" in self:
+                q, k = self.q_norm(q), self.k_norm(k)
+            q, k = self.rope(q, positions.offset), self.rope(k, positions.offset)
+            if cache is not None:
+                k, v = cache.update_and_fetch(k, v)
+        y = self._attention(q, k, v, **options)
         return project(self.o_proj, y.transpose(0, 2, 1, 3).reshape(B, L, -1), residual=residual)
 
 
@@ -105,8 +113,8 @@ class DecoderLayer(nn.Module):
         for name in ("input_layernorm", "post_attention_layernorm"):
             setattr(self, name, build.norm(f"{path}.{name}", config.hidden_size, config.rms_norm_eps))
 
-    def __call__(self, x: mx.array, cache: LinearKV | RingKV | None = None) -> mx.array:
-        x = self.self_attn(x, cache, norm=self.input_layernorm, residual=x)
+    def __call__(self, x: mx.array, positions: Positions, cache: LinearKV | RingKV | None = None) -> mx.array:
+        x = self.self_attn(x, positions, cache, norm=self.input_layernorm, residual=x)
         return self.mlp(x, norm=self.post_attention_layernorm, residual=x)
 
 
@@ -157,12 +165,19 @@ class Model(nn.Module):
         tokens: mx.array | None,
         cache: Sequence[LinearKV | RingKV] | None = None,
         input_embeddings: mx.array | None = None,
+        *,
+        positions: Positions | None = None,
     ) -> mx.array:
-        """Normalised last hidden states ``[B, L, hidden]`` of ``tokens [B, L]``, or of ``input_embeddings`` instead."""
+        """Normalised last hidden states ``[B, L, hidden]`` of ``tokens [B, L]``, or of ``input_embeddings`` instead.
+
+        ``positions`` are those after what ``cache`` holds, or from 0 on.
+        """
         x = self.model.embed_tokens(tokens) if input_embeddings is None else input_embeddings
         x = x.astype(self.dtype)
+        if positions is None:
+            positions = Positions(cache[0].offset if cache else 0, x.shape[1])
         for layer, state in zip(self.layers, cache or [None] * len(self.layers), strict=True):
-            x = layer(x, state)
+            x = layer(x, positions, state)
         return self.model.norm(x)
 
     def head(self, hidden: mx.array) -> mx.array:

@@ -9,6 +9,7 @@ import pytest
 
 from tests.kernels.variants import variants
 from turbospark_mlx.custom_kernels.backends import Backend, cuda
+from turbospark_mlx.custom_kernels.backends.kernel import null_pointers
 
 TYPES = {
     mx.float32: "float",
@@ -42,7 +43,7 @@ def launches():
 def function_text(call, name: str) -> str:
     """What `mx.fast.cuda_kernel` makes of a launch: the signature, the template parameters, the body."""
     kernel, arguments = call.kernel, []
-    for argument, dtype in zip(kernel.inputs, call.input_dtypes, strict=True):
+    for argument, dtype in call.present:
         arguments.append(f"const {TYPES[dtype]}* {argument}")
         arguments += [
             f"const __grid_constant__ {kind} {argument}_{kind.lower()}"
@@ -56,7 +57,7 @@ def function_text(call, name: str) -> str:
         else f"constexpr {'bool' if isinstance(value, bool) else 'int'} {key} = {int(value)};"
         for key, value in call.template
     ]
-    body = "\n".join([*parameters, cuda.ATTRIBUTES, cuda.translate(kernel.source)])
+    body = "\n".join([*parameters, cuda.ATTRIBUTES, cuda.translate(null_pointers(call.absent) + kernel.source)])
     return f'extern "C" __global__ void {name}({", ".join(arguments)}) {{\n{body}\n}}'
 
 

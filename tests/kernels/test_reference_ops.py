@@ -6,7 +6,7 @@ import pytest
 
 from tests.kernels import oracle
 from turbospark_mlx import custom_kernels as ck
-from turbospark_mlx.custom_kernels import affine, dense, norm, sdpa
+from turbospark_mlx.custom_kernels import affine, dense, sdpa
 from turbospark_mlx.custom_kernels.backends import blas
 from turbospark_mlx.errors import BackendError, OptionError
 
@@ -176,23 +176,6 @@ def test_dense_matmul(backend, rng, dtype, monkeypatch):
     assert ck.dense_matmul(mx.zeros((0, 99)), weight, backend=backend).shape == (0, 77)
     with pytest.raises(OptionError, match="do not fit"):
         ck.dense_matmul(mx.zeros((1, 98)), weight, backend=backend)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rms_norm(backend, rng, dtype):
-    x, weight = normal(rng, 3, 5, 577) * 3, normal(rng, 577, dtype=dtype)
-    wide = oracle.float64(x)
-    expected = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 0.25)
-    assert oracle.relative_error(ck.rms_norm(x, None, eps=0.25, backend=backend), expected) < 1e-6
-    expected *= oracle.float64(weight)
-    for y in (ck.rms_norm(x, weight, eps=0.25, backend=backend), norm.rms_norm_reference(x, weight, eps=0.25)):
-        assert y.dtype == mx.float32
-        assert oracle.relative_error(y, expected) < 1e-6
-    half = ck.rms_norm(x.astype(mx.float16), weight, eps=0.25, backend=backend)
-    assert half.dtype == mx.float16
-    assert ck.rms_norm(x[:0], weight, eps=0.25, backend=backend).shape == (0, 5, 577)
-    with pytest.raises(OptionError, match="577 columns"):
-        ck.rms_norm(x, weight[1:], eps=0.25, backend=backend)
 
 
 def visible(length, keys, *, causal, window):

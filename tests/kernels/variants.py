@@ -1,6 +1,7 @@
 """Calls of every kernel in the variants that models use, as (function, example arrays) to be traced, not run."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import mlx.core as mx
 
@@ -76,6 +77,24 @@ def epilogue(backend, length, heads, kv_heads, head_dim, dtype, *, normed):
     return call, arrays
 
 
+def norms(backend, shape, dtype, weight_dtype):
+    """Every norm at one shape, as models call them; the residual stream may be wider than the activations."""
+    x, weight, stream = mx.zeros(shape, dtype), mx.ones(shape[-1:], weight_dtype), mx.zeros(shape, mx.float32)
+    options = {"eps": 1e-6, "backend": backend}
+    yield partial(ck.rms_norm, weight=None, **options), [x]
+    for centered in (False, True):
+        yield partial(ck.rms_norm, centered=centered, **options), [x, weight]
+        yield partial(ck.add_rms_norm, centered=centered, **options), [x, stream, weight]
+        yield partial(ck.rms_norm_add, centered=centered, **options), [x, weight, x]
+    for activation in ("silu", "sigmoid"):
+        yield partial(ck.gated_rms_norm, activation=activation, **options), [x, x, weight]
+
+    def scaled(x, weight, stream, scale):
+        return ck.rms_norm_add(x, weight, stream, scale=scale, **options)
+
+    yield scaled, [x, weight, stream, mx.ones((1,), weight_dtype)]
+
+
 def variants(backend: Backend) -> Iterator[Call]:
     for bits in (2, 3, 4, 5, 6, 8):
         for dtype in DTYPES:
@@ -98,3 +117,6 @@ def variants(backend: Backend) -> Iterator[Call]:
     for dtype in DTYPES:
         yield attend(backend, 8, 1, 8, 5000, 128, 128, dtype, dtype, sinks=True, mask="causal", window=4096)
         yield attend(backend, 8, 2, 1, 30, 128, 128, dtype, mx.float16, sinks=True, window=7)
+    for dtype in DTYPES:
+        yield from norms(backend, (1, 3, 4096), dtype, mx.bfloat16)
+        yield from norms(backend, (2, 5, 3, 80), dtype, dtype)

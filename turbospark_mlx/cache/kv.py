@@ -1,15 +1,18 @@
 """Keys and values of one attention layer: ``LinearKV`` keeps all of them, ``RingKV`` those of a sliding window.
 
 Both keep K and V in one buffer ``[2, B, KV, capacity, D]`` in the dtype that they are given, so that a layer needs one
-update a step. Buffers grow in buckets and are never written through a name that someone else holds: MLX arrays are
-values, so a mark that holds a buffer keeps it as it was.
+update a step. Buffers grow in buckets. The rows of several tokens are appended as MLX does it, which makes a new array;
+few rows are written in place, by the kernel that computes them (`place`), because an update of its own costs more than
+the row. A buffer that someone else holds is never written: neither way changes what a mark or ``state`` gave out.
 
 Neither knows how attention is computed, nor quantized keys, nor that K and V can differ in width.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from weakref import WeakSet
 
 import mlx.core as mx
 
@@ -21,7 +24,7 @@ BUCKET = 256
 """Rows by which buffers grow."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Mark:
     """A point in a cache's history, with the buffer where the cache could not rebuild it."""
 
@@ -33,15 +36,20 @@ class Mark:
 class _KV:
     """What both kinds share. ``offset`` is the number of tokens seen, which is the position of the next one."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int | None) -> None:
+        """``most`` bounds the rows of the buffer; None lets it grow."""
         self.offset = 0
+        self._most = most
         self._buffer: mx.array | None = None
         self._history = History()
+        self._marks: WeakSet[Mark] = WeakSet()
+        self._given_out = False
+        self._writer: mx.array | None = None
 
     @property
-    def position(self) -> mx.array:
-        """``offset`` as a 0-d int32 array, for steps that read it on the device."""
-        return mx.array(self.offset, dtype=mx.int32)
+    def arrays(self) -> list[mx.array]:
+        """What must be evaluated for this state to be complete. Not to be kept: later tokens are written into it."""
+        return [array for array in (self._buffer, self._writer) if array is not None]
 
     @property
     def nbytes(self) -> int:
@@ -60,19 +68,53 @@ class _KV:
     def _capacity(self) -> int:
         return 0 if self._buffer is None else self._buffer.shape[3]
 
-    def _reserve(self, rows: int, most: int | None, like: mx.array) -> None:
-        """Make room for ``rows`` rows; ``like`` is the update ``[2, B, KV, L, D]`` that needs them."""
+    def _reserve(self, rows: int, update: Sequence[int], dtype: mx.Dtype) -> None:
+        """Make room for ``rows`` rows; ``update`` is the shape ``[2, B, KV, L, D]`` of those that need it."""
         capacity = self._capacity()
         if rows <= capacity:
             return
+        self._settle()
         wanted = -(-rows // BUCKET) * BUCKET
-        wanted = wanted if most is None else min(wanted, most)
-        room = mx.zeros((*like.shape[:3], wanted - capacity, like.shape[4]), like.dtype)
+        wanted = wanted if self._most is None else min(wanted, self._most)
+        room = mx.zeros((*update[:3], wanted - capacity, update[4]), dtype)
         self._buffer = room if self._buffer is None else mx.concatenate([self._buffer, room], axis=3)
+
+    def place(self, length: int, shape: Sequence[int] = (), dtype: mx.Dtype | None = None) -> mx.array:
+        """Make room for ``length`` more tokens where `places` allows it; returns the buffer.
+
+        ``shape (B, KV, D)`` and ``dtype`` are for the first of all; later ones are like it. A kernel then writes position ``p`` into row ``p % capacity`` of the buffer ``[2, B,
+        KV, capacity, D]`` itself, and an output of that kernel is given to `written`.
+        """
+        end = self._end(length)
+        if self._given_out or any(mark.buffer is self._buffer for mark in self._marks):
+            self._settle()
+            self._buffer, self._given_out = self._buffer * mx.array(1, self._buffer.dtype), False
+        rows = end if self._most is None else min(end, self._most)
+        if rows > self._capacity():
+            like = self._buffer
+            update = (2, *shape[:2], length, shape[2]) if like is None else like.shape
+            self._reserve(rows, update, dtype if like is None else like.dtype)
+        self._advance(end)
+        return self._buffer
+
+    def written(self, output: mx.array) -> None:
+        """``output`` exists once the rows of `place` do. Nothing else tells MLX that the buffer has changed."""
+        self._writer = output
+
+    def _give_out(self) -> None:
+        self._settle()
+        self._given_out = True
+
+    def _settle(self) -> None:
+        """Wait for rows that a kernel writes, before MLX reads the buffer."""
+        if self._writer is not None:
+            mx.eval(self._writer)
+            self._writer = None
 
     def _write(self, rows: mx.array, slot: int) -> None:
         # Assigning to a slice would change the array that marks hold; slice_update makes a new one, in place where
         # nobody else holds the old.
+        self._settle()
         self._buffer = mx.slice_update(self._buffer, rows, mx.array([slot]), axes=(3,))
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -89,8 +131,7 @@ class LinearKV(_KV):
 
     def __init__(self, max_length: int | None = None) -> None:
         """``max_length`` bounds the capacity in tokens; None lets it grow."""
-        super().__init__()
-        self.max_length = max_length
+        super().__init__(max_length)
 
     def append(self, update: mx.array) -> tuple[mx.array, int]:
         """Append ``update [2, B, KV, L, D]``, keys first, and return ``(buffer, S)``: the first ``S`` rows of ``buffer
@@ -98,15 +139,24 @@ class LinearKV(_KV):
 
         Raises ContextError where they do not fit ``max_length``.
         """
-        end = self.offset + update.shape[3]
-        if self.max_length is not None and end > self.max_length:
-            raise ContextError(
-                f"the cache holds {self.max_length} tokens; {end} are wanted. Open with a larger max_context."
-            )
-        self._reserve(end, self.max_length, update)
+        end = self._end(update.shape[3])
+        self._reserve(end, update.shape, update.dtype)
         self._write(update, self.offset)
-        self.offset = end
+        self._advance(end)
         return self._buffer, end
+
+    def places(self, length: int) -> bool:
+        """Whether the rows of ``length`` more tokens may be written in place."""
+        return True
+
+    def _end(self, length: int) -> int:
+        end = self.offset + length
+        if self._most is not None and end > self._most:
+            raise ContextError(f"the cache holds {self._most} tokens; {end} are wanted. Open with a larger max_context.")
+        return end
+
+    def _advance(self, end: int) -> None:
+        self.offset = end
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
         """The mask of the next ``N`` tokens in mlx-lm's terms: None, ``"causal"``, or boolean ``[N, S]``."""
@@ -117,12 +167,13 @@ class LinearKV(_KV):
 
     @property
     def state(self) -> tuple[mx.array | None, int]:
+        self._give_out()
         return self._buffer, self.offset
 
     @state.setter
     def state(self, state: tuple[mx.array | None, int]) -> None:
         self._buffer, self.offset = state
-        self._history = History()
+        self._history, self._given_out, self._writer = History(), True, None
 
     def is_trimmable(self) -> bool:
         return True
@@ -156,7 +207,7 @@ class RingKV(_KV):
     """
 
     def __init__(self, window: int) -> None:
-        super().__init__()
+        super().__init__(window)
         self.window = window
         self._oldest = 0
 
@@ -167,20 +218,32 @@ class RingKV(_KV):
         ``S`` is ``min(offset, window - 1) + L``. In time order where ``L > 1`` or nothing was overwritten.
         """
         length = update.shape[3]
-        end = self.offset + length
-        if length == 1 or end <= self.window:
-            self._reserve(min(end, self.window), self.window, update)
+        end = self._end(length)
+        if self.places(length):
+            self._reserve(min(end, self.window), update.shape, update.dtype)
             self._write(update, self.offset % self.window)
             visible = self._buffer, min(end, self.window)
         else:
+            self._settle()
             rows = mx.concatenate([*self._last(min(self.offset, self.window - 1)), update], axis=3)
             newest = rows[..., -self.window :, :]
             turn = self.window - end % self.window
             self._buffer = mx.concatenate([newest[..., turn:, :], newest[..., :turn, :]], axis=3)
             visible = rows, rows.shape[3]
+        self._advance(end)
+        return visible
+
+    def places(self, length: int) -> bool:
+        """Whether the rows of ``length`` more tokens may be written in place: those of several tokens only where they
+        overwrite nothing that the first of them sees."""
+        return length == 1 or self.offset + length <= self.window
+
+    def _end(self, length: int) -> int:
+        return self.offset + length
+
+    def _advance(self, end: int) -> None:
         self.offset = end
         self._oldest = max(0, end - self.window)
-        return visible
 
     def _last(self, count: int) -> list[mx.array]:
         """The last ``count`` rows in time order, as up to two slices of the buffer."""
@@ -202,12 +265,13 @@ class RingKV(_KV):
 
     @property
     def state(self) -> tuple[mx.array | None, int, int, int]:
+        self._give_out()
         return self._buffer, self.offset, self.window, self._oldest
 
     @state.setter
     def state(self, state: tuple[mx.array | None, int, int, int]) -> None:
         self._buffer, self.offset, self.window, self._oldest = state
-        self._history = History()
+        self._history, self._given_out, self._writer = History(), True, None
 
     def is_trimmable(self) -> bool:
         """Whether every number of tokens can be forgotten, which ends when the first row is overwritten."""
@@ -235,7 +299,9 @@ class RingKV(_KV):
         return target if max(0, target - self.window + 1) >= self._oldest else 0
 
     def mark(self) -> Mark:
-        return Mark(self._history.stamp(self.offset), self._buffer, self._oldest)
+        mark = Mark(self._history.stamp(self.offset), self._buffer, self._oldest)
+        self._marks.add(mark)
+        return mark
 
     def rollback(self, mark: Mark) -> None:
         self.check(mark)

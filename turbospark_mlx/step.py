@@ -1,0 +1,179 @@
+"""The decode step: one token through all layers, as cheaply as the back end allows.
+
+Every operation of a pass costs time in Python and MLX before it costs any on the device. The operations of a step are
+the same for every token, so they are found once, by running the model, and then run together: on a GPU as one compiled
+graph (``mx.compile``), on a CPU as one list of kernels and buffers. What differs between tokens is in arrays: the
+token, its position, the rotations there. Keys and values are written in place, so that nothing else comes back.
+
+A step notices parameters and modules that were replaced, and finds its operations again. It cannot notice a method that
+was patched on a class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten
+
+from turbospark_mlx.custom_kernels.backends import Backend
+from turbospark_mlx.custom_kernels.backends.replay import NotRecordable, Recording
+from turbospark_mlx.families.layers import Positions, RoPE
+from turbospark_mlx.protocols import LayerCache
+
+
+class _PlacedState:
+    """The state of one layer inside a step: its row has its place already."""
+
+    def __init__(self, buffer: mx.array):
+        self._buffer = buffer
+
+    def places(self, length: int) -> bool:
+        return length == 1
+
+    def place(self, length: int, shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
+        return self._buffer
+
+    def written(self, output: mx.array) -> None:
+        """The logits depend on every output, so whoever waits for them has waited for the rows."""
+
+    def append(self, *rows: mx.array) -> None:
+        raise NotRecordable("a layer does not write its keys and values in place")
+
+    update_and_fetch = append
+
+
+class _StepPositions(Positions):
+    """The position of one token, known as arrays only."""
+
+    def __init__(self, start: mx.array, tables: dict[RoPE, mx.array]):
+        self._start, self._tables = start, tables
+
+    @property
+    def offset(self) -> int:
+        raise NotRecordable("an operation takes the position as a number")
+
+
+def _logits(model: nn.Module, token: mx.array, states: Sequence[Any], positions: Positions) -> mx.array:
+    return model.head(model.hidden(token, states, positions=positions))[0, 0].astype(mx.float32)
+
+
+class _Contents:
+    """The arrays and modules of a model at one time."""
+
+    def __init__(self, model: nn.Module):
+        self._entries = []
+        self._add(model)
+
+    def _add(self, container: Any) -> None:
+        items = container.items() if isinstance(container, dict) else enumerate(container)
+        for key, value in items:
+            if isinstance(value, (dict, list, mx.array)):
+                self._entries.append((container, key, value))
+            if isinstance(value, (dict, list)):
+                self._add(value)
+
+    def unchanged(self) -> bool:
+        try:
+            return all(container[key] is value for container, key, value in self._entries)
+        except (KeyError, IndexError):
+            return False
+
+
+class DecodeStep:
+    """Runs one token at a time through ``model``; ``how`` says in a few words in which way."""
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+        backend: Backend = model.backend
+        self._ropes: list[RoPE] | None = None
+        self._run: Callable[[mx.array | int, int, list[mx.array]], mx.array] | None = None
+        self.how = "one operation after the other"
+        if backend.launch is not None:
+            self._run, self.how = (
+                (self._run_compiled, "one compiled graph") if backend.device == "gpu" else (self._run_recorded, "one list of kernels")
+            )
+        self._compiled: Callable[..., mx.array] | None = None
+        self._recorded: _Recorded | None = None
+        self._contents: _Contents | None = None
+
+    def __call__(self, token: int | mx.array, cache: Sequence[LayerCache]) -> mx.array:
+        """Float32 logits ``[vocab]`` behind ``token``, an id or an int32 array ``[1, 1]``; not yet evaluated on a GPU.
+
+        ``cache`` moves on by one token. Whoever catches an error trims it.
+        """
+        offset = cache[0].offset
+        if self._run is not None and all(layer.arrays for layer in cache):
+            buffers = [layer.place(1) for layer in cache]
+            try:
+                known = self._contents is not None and self._contents.unchanged()
+                return (self._run if known else self._first)(token, offset, buffers)
+            except NotRecordable as reason:
+                self._run, self.how = None, f"one operation after the other, because {reason}"
+                for layer in cache:
+                    layer.trim(1)
+        return _logits(self._model, _ids(token), cache, Positions(offset, 1))
+
+    def _first(self, token: int | mx.array, offset: int, buffers: list[mx.array]) -> mx.array:
+        """Run the model as it is, to learn which rotations it asks for."""
+        positions = Positions(offset, 1)
+        logits = _logits(self._model, _ids(token), [_PlacedState(buffer) for buffer in buffers], positions)
+        self._ropes, self._contents = positions.ropes, _Contents(self._model)
+        self._compiled = self._recorded = None
+        return logits
+
+    def _tables(self, offset: int) -> list[np.ndarray]:
+        return [rope.table(offset, 1) for rope in self._ropes]
+
+    def _run_compiled(self, token: int | mx.array, offset: int, buffers: list[mx.array]) -> mx.array:
+        if self._compiled is None:
+
+            def step(token, start, tables, buffers):
+                positions = _StepPositions(start, dict(zip(self._ropes, tables, strict=True)))
+                return _logits(self._model, token, [_PlacedState(buffer) for buffer in buffers], positions)
+
+            self._compiled = mx.compile(step)
+        tables = [mx.array(table) for table in self._tables(offset)]
+        return self._compiled(_ids(token), mx.array([offset], mx.int32), tables, buffers)
+
+    def _run_recorded(self, token: int, offset: int, buffers: list[mx.array]) -> mx.array:
+        tables = self._tables(offset)
+        if self._recorded is None or not self._recorded.over(buffers):
+            self._recorded = _Recorded(self._model, self._ropes, (token, offset, tables), buffers)
+        return self._recorded(token, offset, tables)
+
+
+def _ids(token: int | mx.array) -> mx.array:
+    return token if isinstance(token, mx.array) else mx.array([[token]], mx.int32)
+
+
+class _Recorded:
+    """The kernels of one step over certain buffers, and the memory through which they are told what is new."""
+
+    def __init__(self, model: nn.Module, ropes: list[RoPE], first: tuple[int, int, list[np.ndarray]], buffers: list[mx.array]):
+        self._buffers = buffers
+        self._inputs = [mx.zeros((1, 1), mx.int32), mx.zeros((1,), mx.int32), *map(mx.array, first[2])]
+        mx.eval(self._inputs, buffers)
+        self._memory = [np.array(array, copy=False) for array in self._inputs]
+        self._tell(*first)
+        ids, start, *rotations = self._inputs
+        positions = _StepPositions(start, dict(zip(ropes, rotations, strict=True)))
+        known = [*self._inputs, *buffers, *(array for _, array in tree_flatten(model.parameters()))]
+        with Recording(known) as self._recording:
+            self._recording.finish(_logits(model, ids, [_PlacedState(buffer) for buffer in buffers], positions))
+
+    def _tell(self, token: int, offset: int, tables: list[np.ndarray]) -> None:
+        ids, start, *rotations = self._memory
+        ids[0, 0], start[0] = token, offset
+        for memory, table in zip(rotations, tables, strict=True):
+            memory[...] = table
+
+    def over(self, buffers: list[mx.array]) -> bool:
+        return all(mine is theirs for mine, theirs in zip(self._buffers, buffers, strict=True))
+
+    def __call__(self, token: int, offset: int, tables: list[np.ndarray]) -> mx.array:
+        self._tell(token, offset, tables)
+        return mx.array(self._recording.replay())
