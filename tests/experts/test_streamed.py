@@ -1,6 +1,7 @@
 """Streamed experts are the resident ones to the bit, and read what the rules say and nothing more."""
 
 import multiprocessing
+import os
 import random
 import threading
 import time
@@ -21,6 +22,7 @@ from turbospark_mlx.gturbo import Install
 from turbospark_mlx.gturbo.files import OpenFile
 
 SPEC = layers.SPEC
+STRIDE = 32768
 EVERY_COUNT = range(SPEC.top_k, SPEC.num_experts + 1)
 GPU = Backend("reference", "gpu", "MLX's own operations")
 
@@ -127,7 +129,7 @@ def test_mapped_is_resident(written, resident, backend):
 
 
 def test_mapped_copies_in_groups_where_a_chunk_wants_much(written, resident, monkeypatch):
-    monkeypatch.setattr("turbospark_mlx.experts.mapped.SCRATCH_BYTES", 5 * 32768)
+    monkeypatch.setattr("turbospark_mlx.experts.mapped.SCRATCH_BYTES", 5 * STRIDE)
     with written.open() as install, open_experts(install, backend=GPU, residency="mapped") as store:
         assert same(run(store, steps()), resident(GPU))
 
@@ -153,6 +155,24 @@ def test_a_chunk_reads_each_expert_at_most_once(written, backend, monkeypatch):
                     mx.eval(layer.finish(layer.begin(indices), x, weights))
                 assert reads.total() == len(reads)
                 assert {offset for _, offset in reads} <= set(offsets)
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system takes no such advice")
+def test_read_ahead_names_what_a_chunk_lacks_in_joint_ranges(written, resident, backend, monkeypatch):
+    advised = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda fd, start, size, advice: advised.append((start, size, advice)))
+    options = {"backend": backend, "residency": "streamed", "slots": 5}
+    with written.open() as install, open_experts(install, read_ahead=True, **options) as store:
+        layer, (x, weights) = store(0, SPEC), layers.inputs(np.random.default_rng(0), SPEC, 2)
+        layer.finish(layer.begin(mx.array([[3, 5, 1, 9]])), x[:1], weights[:1])
+        assert advised == []
+        # Of eight experts three are here; of the others 10 and 11 are neighbours.
+        layer.finish(layer.begin(mx.array([[10, 3, 2, 4], [6, 5, 9, 11]])), x, weights)
+        assert [size // STRIDE for _, size, _ in advised] == [1, 1, 1, 2]
+        assert [start // STRIDE for start, _, _ in advised] == [2, 4, 6, 10]
+        assert {advice for *_, advice in advised} == {os.POSIX_FADV_WILLNEED}
+    with written.open() as install, open_experts(install, read_ahead=True, **options) as store:
+        assert same(run(store, steps()), resident(backend))
 
 
 def test_rows_beyond_the_scratch_memory_are_cut_alike_everywhere(written, backend, monkeypatch):

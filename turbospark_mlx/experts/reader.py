@@ -6,6 +6,7 @@ are what it is fast at. Everything here is bytes; no thread but the runner's eve
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -86,11 +87,12 @@ class Reads:
 
 
 class ExpertReader:
-    """The reading threads of one runner. ``threads`` is their number; with ``checksum`` each expert is checked as
+    """The reading threads of one runner. ``threads`` is their number; with ``read_ahead`` advice is passed on to
+    the system; with ``checksum`` each expert is checked as
     it is read (see ``checksums``). Raises InstallError."""
 
-    def __init__(self, install: Install, *, threads: int = THREADS, checksum: bool = False):
-        self.install = install
+    def __init__(self, install: Install, *, threads: int = THREADS, read_ahead: bool = False, checksum: bool = False):
+        self.install, self._read_ahead = install, read_ahead
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="turbospark-experts")
         self.submit = self._pool.submit
         self.checksums = Checksums(install, self._pool) if checksum else None
@@ -99,6 +101,20 @@ class ExpertReader:
         """Reads, still to be started, of ``experts`` of a layer into ``buffers``: writable bytes, at most as many as a
         blob has."""
         return Reads(self, position, experts, buffers)
+
+    def advise(self, position: int, experts: Sequence[int]) -> None:
+        """Tell the system that ``experts`` of a layer will be read soon, where it takes such advice (Linux)."""
+        if not self._read_ahead or not hasattr(os, "posix_fadvise"):
+            return
+        place, file = self.install.experts.layers[position], self.install.expert_file(position)
+        ranges: list[list[int]] = []
+        for start in sorted(place.offsets[expert] for expert in experts):
+            if ranges and start <= ranges[-1][1]:
+                ranges[-1][1] = start + place.stride
+            else:
+                ranges.append([start, start + place.stride])
+        for start, end in ranges:
+            os.posix_fadvise(file.fd, start, end - start, os.POSIX_FADV_WILLNEED)
 
     def close(self) -> None:
         """Stop the threads, once they have read what was asked for."""

@@ -27,13 +27,11 @@ class ExpertStore:
     ``resolved`` says where experts live and why. Layers may be made once each; it belongs to the runner's thread.
     """
 
-    def __init__(
-        self, install: Install, resolved: Resolved, *, backend: Backend, policy: Policy, threads: int, checksum: bool
-    ):
+    def __init__(self, install: Install, resolved: Resolved, *, backend: Backend, policy: Policy, reader: ExpertReader):
         self.resolved = resolved
         self._install, self._backend, self._policy = install, backend, policy
         self._layers: dict[int, Experts] = {}
-        self._reader = ExpertReader(install, threads=threads, checksum=checksum)
+        self._reader = reader
         self._most_rows: int | None = None
 
     def __call__(self, position: int, spec: ExpertSpec) -> Experts:
@@ -127,6 +125,7 @@ def open_experts(
     slots: int | str = "auto",
     policy: Policy = "lfu",
     threads: int = THREADS,
+    read_ahead: bool = False,
     checksum: bool = False,
     room: int | None = None,
 ) -> ExpertStore:
@@ -134,8 +133,9 @@ def open_experts(
 
     ``residency`` is ``"resident"`` (all in memory), ``"streamed"`` (``slots`` of them a layer, the others on disk),
     ``"mapped"`` (in the page cache) or ``"auto"``: resident where everything fits, else streamed. ``slots`` is a number
-    or ``"auto"``. ``policy`` says which expert gives way: ``"lfu"`` or ``"lru"``. ``checksum`` checks each expert that
-    is read against a sum taken now, which reads all of them once. ``room`` is the memory free for experts in bytes; by
+    or ``"auto"``. ``policy`` says which expert gives way: ``"lfu"`` or ``"lru"``; ``threads`` read.
+    ``read_ahead`` tells the system early what a long prompt will read. ``checksum`` checks each expert that is read
+    against a sum taken now, which reads all of them once. ``room`` is the memory free for experts in bytes; by
     default what is available now, less the resident tensors. Raises OptionError and InstallError.
     """
     if room is None:
@@ -143,4 +143,5 @@ def open_experts(
         room = max(0, available_bytes(backend.device) - weights)
     top_k = install.arch.get("topKExperts", 0)
     resolved = resolve(install.experts, top_k, residency=residency, slots=slots, room=room)
-    return ExpertStore(install, resolved, backend=backend, policy=policy, threads=threads, checksum=checksum)
+    reader = ExpertReader(install, threads=threads, read_ahead=read_ahead, checksum=checksum)
+    return ExpertStore(install, resolved, backend=backend, policy=policy, reader=reader)

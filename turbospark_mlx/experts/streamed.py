@@ -41,7 +41,7 @@ class _Batch:
 
 
 class _Chunk:
-    """The experts that some rows want, ``chosen [rows, top_k]``, and what remains to be read of them."""
+    """The experts that some rows want, ``chosen [rows, top_k]``: the ``first`` to be placed, and those ``left``."""
 
     def __init__(self, chosen: np.ndarray, table: SlotTable):
         self.chosen = chosen
@@ -49,13 +49,13 @@ class _Chunk:
         self.in_one = len(wanted) <= len(table)
         self._half = max(1, len(table) // 2)
         here = wanted if self.in_one else [expert for expert in wanted if expert in table]
-        self._left = [] if self.in_one else [expert for expert in wanted if expert not in table]
+        self.left = [] if self.in_one else [expert for expert in wanted if expert not in table]
         self.first = here or self.take(len(table))
 
     def take(self, room: int) -> list[int]:
         """The next experts to read, at most ``room`` and half of all slots."""
         count = min(room, self._half)
-        taken, self._left = self._left[:count], self._left[count:]
+        taken, self.left = self.left[:count], self.left[count:]
         return taken
 
 
@@ -96,8 +96,7 @@ class Streamed:
             pending.chosen = self._host(indices)
             if pending.chosen.size:
                 rows = most_rows(indices.shape[1], self._arena.blob.gate.columns)
-                pending.chunk = _Chunk(pending.chosen[:rows], self.table)
-                pending.batch = self._start(pending.chunk.first)
+                pending.chunk, pending.batch = self._open(pending.chosen[:rows])
         elif self.table.holds_all:
             pending.slots = self._slot_map[indices]
         else:
@@ -119,8 +118,7 @@ class Streamed:
         def mix(chosen: np.ndarray, x: mx.array, weights: mx.array) -> mx.array:
             chunk, batch = next(started, (None, None))
             if chunk is None:
-                chunk = _Chunk(chosen, self.table)
-                batch = self._start(chunk.first)
+                chunk, batch = self._open(chosen)
             return self._mix(chunk, batch, x, weights)
 
         return mix_in_parts(mix, pending.chosen, x, weights)
@@ -168,6 +166,12 @@ class Streamed:
                 following = self._start(more)
             batch = following
         return mixture.result()
+
+    def _open(self, chosen: np.ndarray) -> tuple[_Chunk, _Batch]:
+        chunk = _Chunk(chosen, self.table)
+        if chunk.left:
+            self._reader.advise(self._position, chunk.left)
+        return chunk, self._start(chunk.first)
 
     def _start(self, wanted: list[int], protected: Collection[int] = ()) -> _Batch:
         """Place experts, and begin to read those that are missing."""
