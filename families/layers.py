@@ -26,7 +26,7 @@ from turbospark_mlx.custom_kernels import (
 )
 from turbospark_mlx.custom_kernels.backends import Backend
 from turbospark_mlx.errors import OptionError
-from turbospark_mlx.protocols import AffineFormat
+from turbospark_mlx.protocols import AffineFormat, ExpertFactory
 
 DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
 
@@ -101,6 +101,48 @@ class AffineLinear(nn.Module):
         )
 
 
+class StackedLinear(nn.Module):
+    """One of several matrices for each row: ``weight [E, N, K]`` and, where there is one, ``bias [E, N]``."""
+
+    def __init__(self, count: int, inputs: int, outputs: int, *, stored: str, bias: str | None):
+        super().__init__()
+        self.weight = mx.zeros((count, outputs, inputs), DTYPES[stored])
+        if bias:
+            self.bias = mx.zeros((count, outputs), DTYPES[bias])
+
+    def _product(self, x: mx.array, indices: mx.array) -> mx.array:
+        return mx.gather_mm(x, self["weight"].swapaxes(-1, -2), rhs_indices=indices)
+
+    def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
+        """``x [R, 1 or M, 1, K]`` with matrices ``indices [R, M]`` -> ``[R, M, 1, N]`` in the dtype of ``x``."""
+        y = self._product(x, indices)
+        return (y + self["bias"][indices][..., None, :] if "bias" in self else y).astype(x.dtype)
+
+
+class AffineStackedLinear(StackedLinear):
+    """``StackedLinear`` with affine-quantized matrices."""
+
+    def __init__(self, count: int, inputs: int, outputs: int, *, stored: AffineFormat, bias: str | None):
+        nn.Module.__init__(self)
+        self.bits, self.group_size = stored.bits, stored.group_size
+        for name, array in packed(count * outputs, inputs, stored).items():
+            self[name] = array.reshape(count, outputs, -1)
+        if bias:
+            self.bias = mx.zeros((count, outputs), DTYPES[bias])
+
+    def _product(self, x: mx.array, indices: mx.array) -> mx.array:
+        return mx.gather_qmm(
+            x,
+            self["weight"],
+            self["scales"],
+            self["biases"],
+            rhs_indices=indices,
+            transpose=True,
+            group_size=self.group_size,
+            bits=self.bits,
+        )
+
+
 class Embedding(nn.Module):
     """Rows of a table, and products with it where the output head is tied."""
 
@@ -163,6 +205,12 @@ class RMSNorm(nn.Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         return rms_norm(x, self["weight"], eps=self.eps, backend=self._backend)
+
+
+def gelu_tanh(x: mx.array) -> mx.array:
+    """The tanh approximation of GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415), computed in float32."""
+    wide = x.astype(mx.float32)
+    return (0.5 * wide * (1 + mx.tanh(0.7978845608028654 * wide * (1 + 0.044715 * wide * wide)))).astype(x.dtype)
 
 
 def plain_attention(
@@ -275,13 +323,15 @@ class Builder:
 
     ``formats`` maps tensor names, in the checkpoint's spelling, to formats; a name that is absent is float32. ``dtype``
     is that of activations. ``fused`` chooses this package's modules, with joint projections; without it, plain
-    ``mlx.nn`` modules are made, which have gradients.
+    ``mlx.nn`` modules are made, which have gradients. ``experts`` makes routed experts that live elsewhere than in
+    parameters.
     """
 
     backend: Backend
     dtype: mx.Dtype
     formats: Mapping[str, Format] = field(default_factory=dict)
     fused: bool = True
+    experts: ExpertFactory | None = None
 
     @property
     def attention(self) -> Callable[..., mx.array]:
@@ -310,6 +360,12 @@ class Builder:
         if bias:
             plain.bias = mx.zeros((outputs,), DTYPES[bias])
         return plain
+
+    def stacked(self, path: str, count: int, inputs: int, outputs: int, bias: bool) -> StackedLinear:
+        """The matrices ``path.weight [count, outputs, inputs]``, with ``path.bias [count, outputs]`` where ``bias``."""
+        stored = self._stored(f"{path}.weight")
+        kind = AffineStackedLinear if isinstance(stored, AffineFormat) else StackedLinear
+        return kind(count, inputs, outputs, stored=stored, bias=self._stored(f"{path}.bias") if bias else None)
 
     def projections(
         self, inputs: int, outputs: Mapping[str, int], *, bias: bool = False

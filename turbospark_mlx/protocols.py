@@ -28,16 +28,32 @@ class AffineFormat:
 
 
 @dataclass(frozen=True)
+class RoutedPart:
+    """What of a layer's routed experts one checkpoint tensor holds.
+
+    ``position`` counts the layers that have any. ``tensors`` are those of ``ExpertSpec.tensors`` that lie in it, one
+    after the other along the rows, in equal shares: ``("gate",)``, or ``("gate", "up")`` where a checkpoint joins them.
+    ``expert`` is the one that it belongs to, or None where it holds all of them along its first axis.
+    """
+
+    position: int
+    tensors: tuple[str, ...]
+    expert: int | None = None
+
+
+@dataclass(frozen=True)
 class Placement:
     """Where one checkpoint tensor goes in an install.
 
     ``name`` is the install's tensor name and ends in ``.weight`` for matrices. ``checkpoint_name`` is the name that
-    the module's parameter carries, which is the published checkpoint's.
+    the module's parameter carries, which is the published checkpoint's. Tensors of routed experts, and only they, have
+    ``routed``: their bytes go to the layer's expert file, and ``name`` is what messages call them.
     """
 
     name: str
     role: Role
     checkpoint_name: str
+    routed: RoutedPart | None = None
 
 
 @dataclass(frozen=True)
@@ -103,7 +119,13 @@ class Family(Protocol):
         ...
 
     def expected(self, config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
-        """Install name -> logical shape of every tensor that the model needs."""
+        """Install name -> logical shape of every tensor that the model needs. Of routed experts that is one stack a
+        matrix, ``[experts, rows, columns]``, as the module has it."""
+        ...
+
+    def experts(self, config: ModelConfig) -> Mapping[str, ExpertSpec]:
+        """Parameter path -> the routed experts there, one a layer that has any, by position. Empty for dense models.
+        ``families.routed`` names the parameters below a path."""
         ...
 
     def gguf_name(self, name: str, config: ModelConfig) -> str | Dropped:

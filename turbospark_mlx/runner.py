@@ -148,7 +148,7 @@ class Runner:
         with ExitStack() as stack:
             install = stack.enter_context(Install.open(path, verify=verify))
             _, config = loader.read_config(install)
-            weights = sum(entry.nbytes for entry in install.tensors.values())
+            weights = sum(entry.nbytes for entry in install.tensors.values()) + install.experts.nbytes
             room = max(0, available_bytes(backend.device) - weights)
             limit = resolve_context(config, max_context, activations.size, room)
             model = loader.load_model(

@@ -54,6 +54,17 @@ def _scaled(**scaling: Any) -> dict[str, Any]:
 _MISTRAL = _llama(model_type="mistral", head_dim=32, sliding_window=WINDOW, rope_theta=1e6)
 _QWEN2 = _llama(model_type="qwen2", rms_norm_eps=1e-6, rope_theta=1e6, tie_word_embeddings=True)
 _QWEN3 = _llama(model_type="qwen3", head_dim=32, rms_norm_eps=1e-6, rope_theta=1e6)
+_MIXTRAL = _llama(model_type="mixtral", rope_theta=1e6, num_local_experts=4, num_experts_per_tok=2)
+_QWEN3_MOE = _QWEN3 | {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 3,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 64,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [1],
+    "norm_topk_prob": True,
+}
 
 # Scalings change only what lies past their original length, so that is 16 here and shows in short prompts.
 _VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
@@ -95,6 +106,16 @@ _VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "qwen2-windows": _QWEN2 | {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
         "qwen3": _QWEN3,
         "qwen3-biases": _QWEN3 | {"attention_bias": True},
+        "mixtral": _MIXTRAL,
+        "mixtral-windows": _MIXTRAL | {"sliding_window": WINDOW},
+        "qwen3-moe": _QWEN3_MOE,
+        "qwen3-moe-sums": _QWEN3_MOE
+        | {
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [],
+            "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+        },
     }
 }
 

@@ -27,7 +27,7 @@ FAMILIES = {
     "llama": Oracle(
         reference=reference_llama.logits,
         # Not here: mlx-lm runs Mistral without layer_types and Qwen2 unwindowed, has no biases in Qwen3, ignores YaRN's
-        # attention_factor and truncate.
+        # attention_factor and truncate, has no window in Mixtral and no scaling in Qwen3-MoE.
         mlx_lm={
             **{
                 f"llama{suffix}": "llama"
@@ -39,6 +39,8 @@ FAMILIES = {
             "mistral-mixed": "llama",
             "qwen2": "qwen2",
             "qwen3": "qwen3",
+            "mixtral": "mixtral",
+            "qwen3-moe": "qwen3_moe",
         },
     )
 }
@@ -46,6 +48,8 @@ FAMILIES = {
 
 def mlx_lm_model(module: str, config: dict, weights: dict):
     """mlx-lm's model of ``config`` with ``weights`` (numpy, by checkpoint name)."""
+    if module == "mixtral":
+        weights = {name.replace(".mlp.", ".block_sparse_moe."): array for name, array in weights.items()}
     module = importlib.import_module(f"mlx_lm.models.{module}")
     model = module.Model(module.ModelArgs.from_dict(config))
     model.load_weights([(name, mx.array(a)) for name, a in weights.items()])

@@ -192,7 +192,7 @@ def test_plain_modules_compute_the_same(family, variant):
     assert {n: a.shape for n, a in tree_flatten(plain.parameters())} == {
         n: a.shape for n, a in tree_flatten(fused.parameters())
     }
-    assert isinstance(plain.layers[0].mlp.down_proj, nn.Linear)
+    assert isinstance(plain.layers[0].self_attn.o_proj, nn.Linear)
     assert_close(plain(mx.array([PROMPT]))[0], oracle_logits(family, variant), variant)
 
 
