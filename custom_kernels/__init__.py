@@ -7,11 +7,17 @@ in float32. A reference is the op's definition and may be slow.
 from turbospark_mlx.custom_kernels import backends
 from turbospark_mlx.custom_kernels.affine import affine_embedding, affine_matmul, gated_affine_matmul
 from turbospark_mlx.custom_kernels.dense import dense_matmul
+from turbospark_mlx.custom_kernels.expert_arena import BlobMatrix, ExpertArena, ExpertBlob
+from turbospark_mlx.custom_kernels.experts import Mixture, expert_mixture
 from turbospark_mlx.custom_kernels.norm import add_rms_norm, gated_rms_norm, rms_norm, rms_norm_add
 from turbospark_mlx.custom_kernels.rotary import appends, qkv_append, qkv_epilogue, rotation_table
 from turbospark_mlx.custom_kernels.sdpa import attention, cache_attention
 
 __all__ = [
+    "BlobMatrix",
+    "ExpertArena",
+    "ExpertBlob",
+    "Mixture",
     "add_rms_norm",
     "affine_embedding",
     "affine_matmul",
@@ -20,6 +26,7 @@ __all__ = [
     "backends",
     "cache_attention",
     "dense_matmul",
+    "expert_mixture",
     "gated_affine_matmul",
     "gated_rms_norm",
     "qkv_append",
