@@ -22,6 +22,7 @@ from turbospark_mlx.custom_kernels import (
     dense_matmul,
     gated_affine_matmul,
     rms_norm,
+    rms_norm_add,
     rotation_table,
 )
 from turbospark_mlx.custom_kernels.backends import Backend
@@ -206,6 +207,10 @@ class RMSNorm(nn.Module):
     def __call__(self, x: mx.array) -> mx.array:
         return rms_norm(x, self["weight"], eps=self.eps, backend=self._backend)
 
+    def add(self, residual: mx.array, x: mx.array, *, scale: mx.array | None = None) -> mx.array:
+        """``(residual + self(x)) * scale``, where ``scale`` is ``[1]``."""
+        return rms_norm_add(x, self["weight"], residual, eps=self.eps, scale=scale, backend=self._backend)
+
 
 def gelu_tanh(x: mx.array) -> mx.array:
     """The tanh approximation of GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415), computed in float32."""
@@ -228,6 +233,14 @@ def project(linear: nn.Module, x: mx.array, *, norm: nn.Module | None = None, re
         return linear(x, norm=norm, residual=residual)
     y = linear(x if norm is None else norm(x))
     return y if residual is None else residual + y
+
+
+def add_normed(residual: mx.array, norm: nn.Module, x: mx.array, *, scale: mx.array | None = None) -> mx.array:
+    """``(residual + norm(x)) * scale [1]``, as one operation where this package's modules allow it."""
+    if isinstance(norm, RMSNorm):
+        return norm.add(residual, x, scale=scale)
+    y = residual + norm(x)
+    return y if scale is None else y * scale.astype(y.dtype)
 
 
 class RoPE:

@@ -22,7 +22,7 @@ from turbospark_mlx.custom_kernels import backends, rms_norm
 from turbospark_mlx.errors import OptionError
 from turbospark_mlx.families.gemma4.config import FULL, SLIDING, Gemma4Config
 from turbospark_mlx.families.gemma4.weights import expected, experts
-from turbospark_mlx.families.layers import Builder, Format, RoPE, gelu_tanh
+from turbospark_mlx.families.layers import Builder, Format, Positions, RoPE, add_normed, gelu_tanh
 from turbospark_mlx.families.moe import route, routed_experts
 from turbospark_mlx.protocols import ExpertFactory
 
@@ -53,18 +53,19 @@ class Attention(nn.Module):
             self.k_norm = build.norm(f"{path}.k_norm", size, config.rms_norm_eps)
 
     def __call__(
-        self, x: mx.array, cache: LinearKV | RingKV | None, *, offset: int, shared: KeysValues | None
+        self, x: mx.array, positions: Positions, cache: LinearKV | RingKV | None, shared: KeysValues | None
     ) -> tuple[mx.array, KeysValues]:
-        """``x [B, L, hidden]`` at positions from ``offset`` on -> the same shape, and the keys and values that were
-        visible. ``shared`` are those of the layer that this one reads, if it has none of its own."""
+        """``x [B, L, hidden]`` -> the same shape, and the keys and values that were visible. ``shared`` are those of
+        the layer that this one reads, if it has none of its own."""
         B, L, _ = x.shape
         q, *own = (
             y.reshape(B, L, -1, self.head_dim).transpose(0, 2, 1, 3)
             for y in self._qkv(x, *(self[name] for name in self._names))
         )
-        q = self.rope(self.q_norm(q), offset)
+        q = self.rope(self.q_norm(q), positions.offset)
         if own:
-            k, v = self.rope(self.k_norm(own[0]), offset), rms_norm(own[-1], None, eps=self._eps, backend=self._backend)
+            k = self.rope(self.k_norm(own[0]), positions.offset)
+            v = rms_norm(own[-1], None, eps=self._eps, backend=self._backend)
             shared = (k, v) if cache is None else cache.update_and_fetch(k, v)
         # A single token sees every key that its cache returns, and a ring returns them in no particular order.
         mask, window = ("causal", self.window) if L > 1 else (None, None)
@@ -144,22 +145,22 @@ class DecoderLayer(nn.Module):
     def __call__(
         self,
         x: mx.array,
+        positions: Positions,
         cache: LinearKV | RingKV | None = None,
         *,
-        offset: int = 0,
         shared: KeysValues | None = None,
         layer_input: mx.array | None = None,
     ) -> tuple[mx.array, KeysValues]:
         """See ``Attention``; ``layer_input [B, L, d]`` is what this layer is told about each token, in models that
         have it."""
-        y, shared = self.self_attn(self.input_layernorm(x), cache, offset=offset, shared=shared)
-        x = x + self.post_attention_layernorm(y)
+        y, shared = self.self_attn(self.input_layernorm(x), positions, cache, shared)
+        x = add_normed(x, self.post_attention_layernorm, y)
         y = self.mixture(x) if "router" in self else self.mlp(self.pre_feedforward_layernorm(x))
-        x = x + self.post_feedforward_layernorm(y)
-        if layer_input is not None:
-            y = self.per_layer_projection(gelu_tanh(self.per_layer_input_gate(x)) * layer_input)
-            x = x + self.post_per_layer_input_norm(y)
-        return x * self["layer_scalar"].astype(x.dtype), shared
+        if layer_input is None:
+            return add_normed(x, self.post_feedforward_layernorm, y, scale=self["layer_scalar"]), shared
+        x = add_normed(x, self.post_feedforward_layernorm, y)
+        y = self.per_layer_projection(gelu_tanh(self.per_layer_input_gate(x)) * layer_input)
+        return add_normed(x, self.post_per_layer_input_norm, y, scale=self["layer_scalar"]), shared
 
     def mixture(self, x: mx.array) -> mx.array:
         """The dense branch and the routed one, each normalised, added."""
@@ -167,8 +168,10 @@ class DecoderLayer(nn.Module):
         indices, weights = self.router(rows)
         pending = self.experts.switch_glu.begin(indices)
         dense = self.post_feedforward_layernorm_1(self.mlp(self.pre_feedforward_layernorm(x)))
-        routed = self.experts.switch_glu.finish(pending, self.pre_feedforward_layernorm_2(rows), weights)
-        return dense + self.post_feedforward_layernorm_2(routed.reshape(x.shape))
+        routed = self.experts.switch_glu.finish(
+            pending, self.pre_feedforward_layernorm_2(rows), weights, meanwhile=(dense,)
+        )
+        return add_normed(dense, self.post_feedforward_layernorm_2, routed.reshape(x.shape))
 
 
 class Decoder(nn.Module):
@@ -246,19 +249,23 @@ class Model(nn.Module):
         tokens: mx.array | None,
         cache: Sequence[LinearKV | RingKV] | None = None,
         input_embeddings: mx.array | None = None,
+        *,
+        positions: Positions | None = None,
     ) -> mx.array:
         """Normalised last hidden states ``[B, L, hidden]`` of ``tokens [B, L]``, or of ``input_embeddings`` instead,
-        as the embedding gives them, before they are scaled. Raises OptionError where ids are needed beside them."""
+        as the embedding gives them, before they are scaled. ``positions`` are those after what ``cache`` holds, or from
+        0 on. Raises OptionError where ids are needed beside embeddings."""
         x = self.model.embed_tokens(tokens) if input_embeddings is None else input_embeddings
         x = x.astype(self.dtype) * self.args.hidden_size**0.5
         inputs = self.model.layer_inputs(tokens, x)
-        offset = cache[0].offset if cache else 0
+        if positions is None:
+            positions = Positions(cache[0].offset if cache else 0, x.shape[1])
         visible = []
         for number, layer in enumerate(self.layers):
             x, keys_values = layer(
                 x,
+                positions,
                 cache[number] if cache and number < len(cache) else None,
-                offset=offset,
                 shared=visible[layer.kv_source] if layer.kv_source < number else None,
                 layer_input=None if inputs is None else inputs[:, :, number],
             )
