@@ -32,8 +32,10 @@ from turbospark_mlx.tokenizer import Tokenizer
 
 PREFILL_CHUNK = {"cpu": 512, "gpu": 2048}
 """Prompt tokens run at once, by device."""
-WARM_UP_ROWS = (1, 4, 9)
+WARM_UP_ROWS = (9, 4, 1)
 """Products take one path for a single row, one for up to 8, and one for more."""
+STEPS_TO_SETTLE = 2
+"""A decode step runs once to learn its operations, then as what it stays."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,8 @@ class Report:
     """What a runner resolved its options to. ``str()`` is a few lines for people. Sizes are in bytes.
 
     ``kv_bytes`` is what the caches take when the context is full, ``kv_bytes_now`` what they hold. ``operations`` maps
-    ``(op, way it was run)`` to the number of calls so far.
+    ``(op, way it was run)`` to the number of calls so far; a decode step that runs as a whole counts when it is found.
+    ``decode_step`` says how that is.
     """
 
     model_type: str
@@ -67,6 +70,7 @@ class Report:
     kv_bytes: int
     kv_bytes_now: int
     operations: dict[tuple[str, str], int]
+    decode_step: str
 
     def __str__(self) -> str:
         ways = ", ".join(sorted(f"{op} by {way}" for op, way in self.operations))
@@ -80,6 +84,7 @@ class Report:
                 f"context    {self.max_context} tokens ({self.context_reason}), trained for {self.trained_context},"
                 f" prompts in chunks of {self.prefill_chunk}",
                 f"operations {ways or 'none yet'}",
+                f"decoding   {self.decode_step}",
             )
         )
 
@@ -122,6 +127,8 @@ class Runner:
         self._ids: list[int] = []
         self._cache = model.make_cache(self.max_context)
         self._step = DecodeStep(model)
+        self._looks_ahead = model.backend.device == "gpu"
+        self._ahead: tuple[mx.array, mx.array] | None = None
 
     @classmethod
     def open(
@@ -165,8 +172,10 @@ class Runner:
             return
         for length in WARM_UP_ROWS:
             if length <= self.max_context:
-                caches = self.model.make_cache(length)
+                caches = self.model.make_cache(self.max_context)
                 mx.eval(self.model(mx.zeros((1, length), mx.int32), cache=caches))
+        for _ in range(min(STEPS_TO_SETTLE, self.max_context - caches[0].offset)):
+            mx.eval(self._step(0, caches))
         self.model.backend.counters.clear()
 
     @property
@@ -208,6 +217,7 @@ class Runner:
         After any other error the position is what it was before the call, or 0 where the evaluation itself failed.
         """
         self._check_usable()
+        self._forget_ahead()
         ids = self._admit(ids)
         start, marks = self.position, mark_all(self._cache)
         logits = None
@@ -227,14 +237,19 @@ class Runner:
             raise
         return logits
 
-    def decode(self, token_id: int) -> mx.array:
-        """Run one token; returns float32 logits ``[vocab]`` behind it. Raises as ``prefill`` does."""
+    def decode(self, token_id: int, *, ahead: bool = False) -> mx.array:
+        """Run one token; returns float32 logits ``[vocab]`` behind it. Raises as ``prefill`` does.
+
+        ``ahead`` lets a GPU begin with the most probable next token meanwhile, whose logits are then there sooner. It
+        changes no result; a step that was begun in vain costs its time.
+        """
         self._check_usable()
-        return self._forward(self._admit([token_id]), head=True)
+        return self._forward(self._admit([token_id]), head=True, ahead=ahead)
 
     def mark(self) -> Mark:
         """A point to come back to with ``rollback``. It holds the caches' buffers, not a copy."""
         self._check_usable()
+        self._forget_ahead()
         return Mark(self.position, tuple(mark_all(self._cache)))
 
     def rollback(self, mark: Mark) -> None:
@@ -244,6 +259,7 @@ class Runner:
         was passed on the way back to an earlier point.
         """
         self._check_usable()
+        self._forget_ahead()
         rollback_all(self._cache, mark.layers)
         del self._ids[mark.position :]
 
@@ -254,6 +270,7 @@ class Runner:
         has overwritten what the common prefix needs, the runner is reset and 0 is returned.
         """
         self._check_usable()
+        self._forget_ahead()
         common = 0
         for mine, theirs in zip(self._ids, list(ids)[:-1], strict=False):
             if mine != theirs:
@@ -278,7 +295,7 @@ class Runner:
             return
         self._check_usable()
         self._closed = True
-        self._ids, self._cache, self.model, self._step = [], [], None, None
+        self._ids, self._cache, self._ahead, self._step, self.model = [], [], None, None, None
         if self._install is not None:
             self._install.close()
 
@@ -309,6 +326,7 @@ class Runner:
             kv_bytes=config.kv_bytes(self.max_context, self.model.dtype.size),
             kv_bytes_now=sum(layer.nbytes for layer in self._cache),
             operations=dict(backend.counters),
+            decode_step=self._step.how,
         )
 
     def _check_usable(self) -> None:
@@ -345,26 +363,47 @@ class Runner:
             )
         return ids
 
-    def _forward(self, ids: list[int], *, head: bool) -> mx.array | None:
+    def _forward(self, ids: list[int], *, head: bool, ahead: bool = False) -> mx.array | None:
         """Run ``ids`` as one pass. Only its last row goes through the head, and only where ``head``."""
         start, marks = self.position, mark_all(self._cache) if len(ids) > 1 else None
         try:
             if head and len(ids) == 1:
-                logits = self._step(ids[0], self._cache)
+                logits = self._decode_step(ids[0], ahead)
             else:
                 hidden = self.model.hidden(mx.array([ids]), self._cache)
                 logits = self.model.head(hidden[:, -1:])[0, 0].astype(mx.float32) if head else None
         except BaseException:
+            self._ahead = None
             self._undo(start, marks)
             raise
         try:
-            mx.eval(logits, [layer.arrays for layer in self._cache])
+            mx.eval(logits, [] if self._ahead else [layer.arrays for layer in self._cache])
         except BaseException:
             # The buffers are results of the evaluation that failed.
             self._empty()
             raise
         self._ids += ids
         return logits
+
+    def _decode_step(self, token: int, ahead: bool) -> mx.array:
+        """Logits behind ``token``, which may have been begun before; ``ahead`` begins with the next."""
+        begun = self._ahead
+        if begun is not None and begun[0].item() == token:
+            self._ahead, logits = None, begun[1]
+        else:
+            self._forget_ahead()
+            logits = self._step(token, self._cache)
+        if ahead and self._looks_ahead and self.position + 2 <= self.max_context:
+            likeliest = mx.argmax(logits).astype(mx.int32).reshape(1, 1)
+            self._ahead = likeliest, self._step(likeliest, self._cache)
+            mx.async_eval(*self._ahead)
+        return logits
+
+    def _forget_ahead(self) -> None:
+        """Bring the caches back from a step that was begun and is not wanted."""
+        if self._ahead is not None:
+            self._ahead = None
+            trim_all(self._cache, self.position)
 
     def _undo(self, start: int, marks: list[Any] | None) -> None:
         """Bring all layers back to ``start``. One token can always be trimmed; a mark would make a ring copy itself."""
@@ -374,5 +413,5 @@ class Runner:
             trim_all(self._cache, start)
 
     def _empty(self) -> None:
-        self._ids = []
+        self._ids, self._ahead = [], None
         self._cache = self.model.make_cache(self.max_context)

@@ -38,7 +38,7 @@ class _PlacedState:
         return self._buffer
 
     def written(self, output: mx.array) -> None:
-        """The logits depend on every output, so whoever waits for them has waited for the rows."""
+        """The logits, which depend on every output, are given to the cache instead."""
 
     def append(self, *rows: mx.array) -> None:
         raise NotRecordable("a layer does not write its keys and values in place")
@@ -94,7 +94,9 @@ class DecodeStep:
         self.how = "one operation after the other"
         if backend.launch is not None:
             self._run, self.how = (
-                (self._run_compiled, "one compiled graph") if backend.device == "gpu" else (self._run_recorded, "one list of kernels")
+                (self._run_compiled, "one compiled graph")
+                if backend.device == "gpu"
+                else (self._run_recorded, "one list of kernels")
             )
         self._compiled: Callable[..., mx.array] | None = None
         self._recorded: _Recorded | None = None
@@ -110,7 +112,10 @@ class DecodeStep:
             buffers = [layer.place(1) for layer in cache]
             try:
                 known = self._contents is not None and self._contents.unchanged()
-                return (self._run if known else self._first)(token, offset, buffers)
+                logits = (self._run if known else self._first)(token, offset, buffers)
+                for layer in cache:
+                    layer.written(logits)
+                return logits
             except NotRecordable as reason:
                 self._run, self.how = None, f"one operation after the other, because {reason}"
                 for layer in cache:
@@ -153,7 +158,9 @@ def _ids(token: int | mx.array) -> mx.array:
 class _Recorded:
     """The kernels of one step over certain buffers, and the memory through which they are told what is new."""
 
-    def __init__(self, model: nn.Module, ropes: list[RoPE], first: tuple[int, int, list[np.ndarray]], buffers: list[mx.array]):
+    def __init__(
+        self, model: nn.Module, ropes: list[RoPE], first: tuple[int, int, list[np.ndarray]], buffers: list[mx.array]
+    ):
         self._buffers = buffers
         self._inputs = [mx.zeros((1, 1), mx.int32), mx.zeros((1,), mx.int32), *map(mx.array, first[2])]
         mx.eval(self._inputs, buffers)

@@ -129,12 +129,11 @@ def test_every_norm_has_the_configured_epsilon(fused):
     assert_close(build(config, fused=fused)(tokens)[0], reference_gemma4.logits(config, weights, PROMPT[:20]))
 
 
-def test_logits_are_capped_in_float32():
+def test_logits_are_capped():
     """Large ones come near the cap, differ from one another, and never exceed it."""
     model = model_of("gemma4", "gemma4-dense")
     logits = np.array(model.head(100 * model.hidden(mx.array([PROMPT[:9]]))))
     assert 29 < np.abs(logits).max() <= 30
-    assert model.head(model.hidden(mx.array([PROMPT[:9]])).astype(mx.bfloat16)).dtype == mx.float32
 
 
 def test_ids_are_needed_where_every_layer_has_an_input():
