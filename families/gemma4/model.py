@@ -165,8 +165,8 @@ class DecoderLayer(nn.Module):
         shared: KeysValues | None = None,
         layer_input: mx.array | None = None,
     ) -> tuple[mx.array, KeysValues]:
-        """See ``Attention``. ``positions`` are those after what ``cache`` holds, or from 0 on; ``layer_input [B, L, d]``
-        is what this layer is told about each token, in models that have it."""
+        """See ``Attention``. ``positions`` are those after what ``cache`` holds, or from 0 on; ``layer_input [B, L,
+        d]`` is what this layer is told about each token, in models that have it."""
         positions = positions or Positions.after(cache, x.shape[1])
         y, shared = self.self_attn(self.input_layernorm(x), positions, cache, shared)
         x = add_normed(x, self.post_attention_layernorm, y)
@@ -287,7 +287,7 @@ class Model(nn.Module):
         return self.model.norm(x)
 
     def head(self, hidden: mx.array) -> mx.array:
-        """Logits ``[..., vocab]`` of hidden states ``[..., hidden]``, softly capped in float32 where they are capped."""
+        """Logits ``[..., vocab]`` of hidden states ``[..., hidden]``, capped in float32 where they are capped."""
         table, cap = self.get("lm_head", self.model.embed_tokens), self.args.final_logit_softcapping
         product = table if "lm_head" in self else table.as_linear
         if isinstance(table, AffineLinear | AffineEmbedding):
