@@ -86,15 +86,20 @@ class _Contents:
 class DecodeStep:
     """Runs one token at a time through ``model``; ``how`` says in a few words in which way."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, *, fixed: bool = True):
+        """``fixed`` says that the operations of a step do not depend on what it computes."""
         self._model = model
         backend: Backend = model.backend
         self._ropes: list[RoPE] | None = None
         self._run: Callable[[mx.array | int, int, list[mx.array]], mx.array] | None = None
         self.how = "one operation after the other"
-        if backend.launch is not None:
+        if not fixed:
+            self.how += ", because experts are chosen on the way"
+        elif backend.launch is not None:
             self._run, self.how = (
-                (self._run_compiled, "one compiled graph") if backend.device == "gpu" else (self._run_recorded, "one list of kernels")
+                (self._run_compiled, "one compiled graph")
+                if backend.device == "gpu"
+                else (self._run_recorded, "one list of kernels")
             )
         self._compiled: Callable[..., mx.array] | None = None
         self._recorded: _Recorded | None = None
@@ -153,7 +158,9 @@ def _ids(token: int | mx.array) -> mx.array:
 class _Recorded:
     """The kernels of one step over certain buffers, and the memory through which they are told what is new."""
 
-    def __init__(self, model: nn.Module, ropes: list[RoPE], first: tuple[int, int, list[np.ndarray]], buffers: list[mx.array]):
+    def __init__(
+        self, model: nn.Module, ropes: list[RoPE], first: tuple[int, int, list[np.ndarray]], buffers: list[mx.array]
+    ):
         self._buffers = buffers
         self._inputs = [mx.zeros((1, 1), mx.int32), mx.zeros((1,), mx.int32), *map(mx.array, first[2])]
         mx.eval(self._inputs, buffers)
