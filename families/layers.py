@@ -22,6 +22,7 @@ from turbospark_mlx.custom_kernels import (
     dense_matmul,
     gated_affine_matmul,
     rms_norm,
+    rms_norm_add,
     rotation_table,
 )
 from turbospark_mlx.custom_kernels.backends import Backend
@@ -206,6 +207,10 @@ class RMSNorm(nn.Module):
     def __call__(self, x: mx.array) -> mx.array:
         return rms_norm(x, self["weight"], eps=self.eps, backend=self._backend)
 
+    def add(self, residual: mx.array, x: mx.array, *, scale: mx.array | None = None) -> mx.array:
+        """``(residual + self(x)) * scale``, where ``scale`` is ``[1]``."""
+        return rms_norm_add(x, self["weight"], residual, eps=self.eps, scale=scale, backend=self._backend)
+
 
 def gelu_tanh(x: mx.array) -> mx.array:
     """The tanh approximation of GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415), computed in float32."""
@@ -230,13 +235,23 @@ def project(linear: nn.Module, x: mx.array, *, norm: nn.Module | None = None, re
     return y if residual is None else residual + y
 
 
+def add_normed(residual: mx.array, norm: nn.Module, x: mx.array, *, scale: mx.array | None = None) -> mx.array:
+    """``(residual + norm(x)) * scale [1]``, as one operation where this package's modules allow it."""
+    if isinstance(norm, RMSNorm):
+        return norm.add(residual, x, scale=scale)
+    y = residual + norm(x)
+    return y if scale is None else y * scale.astype(y.dtype)
+
+
 class RoPE:
     """Rotation of ``x [B, H, L, D]`` at positions ``offset .. offset + L - 1``; see ``rope.py`` for the frequencies."""
 
     def __init__(self, frequencies: np.ndarray):
         """``frequencies [D / 2]``: radians a position."""
         self._frequencies = frequencies
-        self._periods = mx.array((1.0 / frequencies).astype(np.float32))
+        with np.errstate(divide="ignore"):
+            # A pair that does not turn has an infinite period, which MLX takes for angle 0.
+            self._periods = mx.array((1.0 / frequencies).astype(np.float32))
 
     def table(self, offset: int, length: int) -> np.ndarray:
         """`custom_kernels.rotation_table` of ``length`` positions from ``offset`` on."""
@@ -390,6 +405,10 @@ class Builder:
         plain = nn.Embedding(rows, width)
         plain.weight = mx.zeros((rows, width), DTYPES[stored])
         return plain
+
+    def vector(self, path: str, width: int) -> mx.array:
+        """The parameter ``path [width]``."""
+        return mx.ones((width,), DTYPES[self._stored(path)])
 
     def norm(self, path: str, width: int, eps: float) -> nn.Module:
         """The norm with ``path.weight [width]``."""

@@ -49,8 +49,10 @@ class StackedExperts(nn.Module):
     def begin(self, indices: mx.array) -> mx.array:
         return indices
 
-    def finish(self, pending: mx.array, x: mx.array, weights: mx.array) -> mx.array:
-        """See ``protocols.Experts``."""
+    def finish(
+        self, pending: mx.array, x: mx.array, weights: mx.array, *, meanwhile: tuple[mx.array, ...] = ()
+    ) -> mx.array:
+        """See ``protocols.Experts``. Nothing is waited for here."""
         each = x[:, None, None]
         hidden = activate(self._spec, self.gate_proj(each, pending), self.up_proj(each, pending))
         y = self.down_proj(hidden, pending).squeeze(-2).astype(mx.float32)

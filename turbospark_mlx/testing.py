@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 import zlib
 from collections.abc import Mapping
@@ -66,8 +67,70 @@ _QWEN3_MOE = _QWEN3 | {
     "norm_topk_prob": True,
 }
 
+_GEMMA4_ROPE = {
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+}
+
+
+def _gemma4(kinds: str, **fields: Any) -> dict[str, Any]:
+    """``kinds`` has an s or an f for each layer."""
+    return {
+        "model_type": "gemma4",
+        "vocab_size": 320,
+        "text_config": {
+            "model_type": "gemma4_text",
+            "vocab_size": 320,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": len(kinds),
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "num_global_key_value_heads": 1,
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "max_position_embeddings": 512,
+            "rms_norm_eps": 1e-6,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "layer_types": [{"s": "sliding_attention", "f": "full_attention"}[kind] for kind in kinds],
+            "sliding_window": WINDOW,
+            "rope_parameters": _GEMMA4_ROPE,
+            "final_logit_softcapping": 30.0,
+            "tie_word_embeddings": True,
+            "attention_k_eq_v": True,
+            "num_kv_shared_layers": 0,
+            "use_double_wide_mlp": False,
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 320,
+            "enable_moe_block": False,
+            **fields,
+        },
+    }
+
+
 # Scalings change only what lies past their original length, so that is 16 here and shows in short prompts.
 _VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "gemma4": {
+        "gemma4-moe": _gemma4("sfsf", enable_moe_block=True, num_experts=8, top_k_experts=3, moe_intermediate_size=64),
+        "gemma4-dense": _gemma4("ssf"),
+        "gemma4-small": _gemma4(
+            "sfsfssf",
+            attention_k_eq_v=False,
+            num_global_key_value_heads=None,
+            num_key_value_heads=1,
+            num_kv_shared_layers=4,
+            use_double_wide_mlp=True,
+            hidden_size_per_layer_input=32,
+        ),
+        "gemma4-untied": _gemma4(
+            "sf",
+            tie_word_embeddings=False,
+            final_logit_softcapping=None,
+            attention_k_eq_v=False,
+            hidden_size_per_layer_input=32,
+            rope_parameters={**_GEMMA4_ROPE, "full_attention": {"rope_type": "default", "rope_theta": 5e5}},
+        ),
+    },
     "llama": {
         "llama": _llama(),
         "llama-tied": _llama(tie_word_embeddings=True),
@@ -116,7 +179,7 @@ _VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
             "mlp_only_layers": [],
             "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
         },
-    }
+    },
 }
 
 
@@ -146,7 +209,7 @@ def tiny_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, np.ndarr
         values = np.random.default_rng([seed, zlib.crc32(name.encode())]).standard_normal(shape)
         if place.role != "vector":
             values *= 0.15
-        elif name.endswith("norm.weight"):
+        elif re.search(r"norm(_\d)?\.weight$|scale$|scalar$", name):
             values = 1 + 0.2 * values
         else:
             values *= 0.3
