@@ -8,18 +8,22 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from tests.families.models import config_of
 from turbospark_mlx import generate, load
 from turbospark_mlx.errors import InstallError, OptionError
+from turbospark_mlx.families import family_for_model_type
 from turbospark_mlx.gturbo import files
 from turbospark_mlx.runner import Runner
 from turbospark_mlx.testing import make_tiny_install, tiny_config, variants
 
-MIXTURES = [
-    (family, variant)
-    for family in ("llama",)
-    for variant in variants(family)
-    if any("experts" in key for key in tiny_config(family, variant))
-]
+
+def spec_of(family, variant):
+    """The first layer's experts; None for dense models."""
+    known = family_for_model_type(tiny_config(family, variant)["model_type"])
+    return next(iter(known.experts(config_of(family, variant)).values()), None)
+
+
+MIXTURES = [(family, v) for family in ("llama", "gemma4") for v in variants(family) if spec_of(family, v)]
 PROMPT = np.random.default_rng(0).integers(0, 320, 21).tolist()
 
 
@@ -47,14 +51,13 @@ def answers(runner):
 @pytest.mark.parametrize(("family", "variant"), MIXTURES)
 def test_residency_changes_no_bit(install, family, variant, kernels):
     path, options = install(family, variant), {"kernels": kernels, "prefill_chunk": 8}
-    config = tiny_config(family, variant)
-    top_k, count = config["num_experts_per_tok"], config.get("num_experts") or config["num_local_experts"]
+    spec = spec_of(family, variant)
     with Runner.open(path, residency="resident", **options) as runner:
         expected = answers(runner)
         assert runner.report().experts.residency == "resident"
     with Runner.open(path, residency="mapped", **options) as runner:
         assert all(map(np.array_equal, answers(runner), expected))
-    for slots in range(top_k, count + 1):
+    for slots in range(spec.top_k, spec.num_experts + 1):
         with Runner.open(path, expert_slots=slots, **options) as runner:
             # Opening compiles kernels without running experts.
             assert runner.report().expert_counters.misses == 0
