@@ -16,7 +16,6 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -29,6 +28,8 @@ from turbospark_mlx.custom_kernels.backends import Backend, kernel
 
 REPEATS = 7
 LARGE = ((14336, 4096), (4096, 14336), (4096, 4096), (128256, 4096))
+SIZES = tuple((r, s, p, a) for r in (1, 2, 4) for s in (4, 8) for p in (1, 4) for a in (2, 4))
+"""Launch sizes to try: see `gemv.Sizes`."""
 SMALL = ((960, 576), (576, 576), (3072, 576), (576, 1536), (49152, 576))
 
 
@@ -144,7 +145,7 @@ def attention_parity(report: Report, backend: Backend, dtypes: dict[mx.Dtype, fl
             report.compare(name, y, expected, tolerance)
         for normed in (False, True):
             qkv = normal(10, 2, 3, 48 * 64, dtype=dtype)
-            rotation = ck.rotation_table(1e4 ** (-np.arange(32) / 32), 5, 3)
+            rotation = mx.array(ck.rotation_table(1e4 ** (-np.arange(32) / 32), 5, 3))
             norms = {"q_norm": normal(11, 64, dtype=dtype), "k_norm": normal(12, 64, dtype=dtype), "eps": 0.1}
             sizes = {"heads": 32, "kv_heads": 8} | (norms if normed else {})
             found = ck.qkv_epilogue(qkv, rotation, **sizes, backend=backend)
@@ -224,14 +225,11 @@ def sweep(
     copies, size = copies_of(matrix(out, columns, 4, 64, dtype), total)
     x = normal(1, 1, columns, dtype=dtype)
     mx.eval(x)
-    usual = gemv.plan(backend.name, x.shape, 1, out, 4, 64, False, 0.0, False, dtype, dtype, None, None)
     calls = {}
-    for rows in (1, 2, 4):
-        for simdgroups in (4, 8, 16):
-            template = tuple((name, rows if name == "ROWS" else value) for name, value in usual.template)
-            groups = (-(-out // (rows * simdgroups)), 1)
-            call = replace(usual, template=template, groups=groups, simdgroups=simdgroups)
-            calls[f"{rows} rows, {simdgroups} simdgroups"] = call
+    for sizes in SIZES:
+        arguments = (backend.name, x.shape, 1, out, 4, 64, gemv.Form(), dtype, dtype, None, None)
+        call = gemv.plan(*arguments, gemv.Sizes(*sizes))
+        calls["rows {}, simdgroups {}, passes {}, ahead {}".format(*sizes)] = call
     seconds = interleaved(
         {
             name: lambda call=call: [backend.launch(call, (*parts, x, None, None, None))[0] for parts in copies]
@@ -257,11 +255,12 @@ def attention_speed(
     count = max(2, min(200, total // size))
     caches = [normal(i, 2, 1, kv_heads, keys, head_dim, dtype=dtype) for i in range(count)]
     q = normal(1, 1, heads, 1, head_dim, dtype=dtype)
-    mx.eval(caches, q)
+    start = mx.array([keys - 1], mx.int32)
+    mx.eval(caches, q, start)
     scale = head_dim**-0.5
     seconds = interleaved(
         {
-            "ours": lambda: [ck.cache_attention(q, c, keys=keys, scale=scale, backend=backend) for c in caches],
+            "ours": lambda: [ck.cache_attention(q, c, start, scale=scale, backend=backend) for c in caches],
             "mlx": lambda: [mx.fast.scaled_dot_product_attention(q, c[0], c[1], scale=scale) for c in caches],
         }
     )

@@ -9,6 +9,7 @@ from turbospark_mlx.custom_kernels.affine import affine_embedding, affine_matmul
 from turbospark_mlx.custom_kernels.dense import dense_matmul
 from turbospark_mlx.custom_kernels.expert_arena import BlobMatrix, ExpertArena, ExpertBlob
 from turbospark_mlx.custom_kernels.experts import Mixture, expert_mixture
+from turbospark_mlx.custom_kernels.head import greedy_head
 from turbospark_mlx.custom_kernels.norm import add_rms_norm, gated_rms_norm, rms_norm, rms_norm_add
 from turbospark_mlx.custom_kernels.rotary import appends, qkv_append, qkv_epilogue, rotation_table
 from turbospark_mlx.custom_kernels.sdpa import attention, cache_attention
@@ -29,6 +30,7 @@ __all__ = [
     "expert_mixture",
     "gated_affine_matmul",
     "gated_rms_norm",
+    "greedy_head",
     "qkv_append",
     "qkv_epilogue",
     "rms_norm",

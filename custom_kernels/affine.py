@@ -6,6 +6,7 @@ and companions ``scales, biases [N, K / group_size]``; ``w = scale * q + bias``.
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 import mlx.core as mx
@@ -16,7 +17,7 @@ from turbospark_mlx.custom_kernels.backends import Backend, blas
 from turbospark_mlx.custom_kernels.norm import rms_norm, rms_norm_reference
 from turbospark_mlx.errors import OptionError
 
-BITS = (2, 3, 4, 5, 6, 8)
+BITS = (1, 2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (32, 64, 128)
 GPU_PRODUCT_COLUMNS = 128
 """Below this, MLX 0.32.4's ``quantized_matmul`` of many rows is wrong on an H200 (by 100 %, or NaN); from 128 on, where
@@ -84,7 +85,18 @@ def _shape(a: mx.array | None) -> tuple[int, ...] | None:
 
 
 def affine_matmul_reference(
-    x, weight, scales, biases, *, bits: int, group_size: int, bias=None, norm_weight=None, eps=None, residual=None
+    x,
+    weight,
+    scales,
+    biases,
+    *,
+    bits: int,
+    group_size: int,
+    bias=None,
+    norm_weight=None,
+    eps=None,
+    residual=None,
+    softcap=None,
 ) -> mx.array:
     """Definition of `affine_matmul`."""
     y = x.astype(mx.float32)
@@ -99,9 +111,12 @@ def affine_matmul_reference(
         group_size=group_size,
         bits=bits,
     )
-    for added in (bias, residual):
-        if added is not None:
-            y = y + added.astype(mx.float32)
+    if bias is not None:
+        y = y + bias.astype(mx.float32)
+    if softcap is not None:
+        y = softcap * mx.tanh(y / softcap)
+    if residual is not None:
+        y = y + residual.astype(mx.float32)
     return y.astype(x.dtype)
 
 
@@ -117,14 +132,15 @@ def affine_matmul(
     norm_weight: mx.array | None = None,
     eps: float | None = None,
     residual: mx.array | None = None,
+    softcap: float | None = None,
     backend: Backend,
 ) -> mx.array:
-    """``norm(x) @ W.T + bias + residual`` for an affine-quantized ``W [N, K]``; what is None is left out.
+    """``softcap(norm(x) @ W.T + bias) + residual`` for an affine-quantized ``W [N, K]``; what is None is left out.
 
     ``x [..., K]`` -> ``[..., N]`` in the dtype of ``x``; ``bias [N]``, ``residual [..., N]``. ``norm_weight [K]`` with
-    ``eps`` stands for `norm.rms_norm` of ``x``. Up to 8 rows run in our kernel. Without it and for more rows, GPUs use
-    MLX's product, and a CPU MLX's for one or two rows in float32 and numpy's BLAS on dequantized tiles for more. Raises
-    OptionError for parts that do not fit.
+    ``eps`` stands for `norm.rms_norm` of ``x``; ``softcap`` c for c tanh(y / c), as on Gemma's logits. Up to 8 rows run
+    in our kernel. Without it and for more rows, GPUs use MLX's product, and a CPU MLX's for one or two rows in float32
+    and numpy's BLAS on dequantized tiles for more. Raises OptionError for parts that do not fit.
     """
     check(
         "affine_matmul",
@@ -143,11 +159,14 @@ def affine_matmul(
     )
     if x.size == 0:
         return mx.zeros((*x.shape[:-1], weight.shape[0]), dtype=x.dtype)
+    if softcap is not None and not softcap > 0:
+        raise OptionError(f"affine_matmul: softcap is {softcap}; it is a positive number, or None for none")
     matrix = {"bits": bits, "group_size": group_size}
     if gemv.serves(x, weight, backend):
         backend.count("affine_matmul", "kernel")
-        options = {"norm_weight": norm_weight, "eps": eps, "bias": bias, "residual": residual}
-        return gemv.gemv(x, weight, scales, biases, **matrix, gated=False, **options, backend=backend)
+        form = gemv.Form(eps=eps or 0.0, softcap=softcap, residual=residual is not None)
+        options = {"norm_weight": norm_weight, "bias": bias, "residual": residual}
+        return gemv.gemv(x, weight, scales, biases, **matrix, form=form, **options, backend=backend)
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, eps=eps, backend=backend)
     if backend.device == "cpu" and x.size // x.shape[-1] >= BLAS_ROWS:
@@ -156,29 +175,50 @@ def affine_matmul(
     else:
         backend.count("affine_matmul", "mlx")
         if backend.device == "cpu":
-            return affine_matmul_reference(x, weight, scales, biases, **matrix, bias=bias, residual=residual)
+            options = {"bias": bias, "residual": residual, "softcap": softcap}
+            return affine_matmul_reference(x, weight, scales, biases, **matrix, **options)
         # MLX's GPU products accumulate in float32, so the activations stay in their own dtype there.
         if x.shape[-1] < GPU_PRODUCT_COLUMNS:
             y = x @ mx.dequantize(weight, scales, biases, **matrix).astype(x.dtype).T
         else:
             y = mx.quantized_matmul(x, weight, scales, biases, transpose=True, **matrix)
         y = y if bias is None else y + bias
+    if softcap is not None:
+        y = softcap * mx.tanh(y / softcap)
     return (y if residual is None else y + residual).astype(x.dtype)
 
 
+def gate(both: mx.array, activation: gemv.Activation, limit: float | None) -> mx.array:
+    """What `gated_affine_matmul` does with ``[..., 2 F]``, gate values first."""
+    gate, up = mx.split(both, 2, axis=-1)
+    if activation == "clamped_swiglu":
+        gate, up = mx.minimum(gate, limit), mx.clip(up, -limit, limit)
+        return gate * mx.sigmoid(1.702 * gate) * (up + 1)
+    if activation == "gelu_tanh":
+        return 0.5 * gate * (1 + mx.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) * up
+    if activation == "gelu_erf":
+        return 0.5 * gate * (1 + mx.erf(gate / math.sqrt(2))) * up
+    return gate * mx.sigmoid(gate) * up
+
+
 def gated_affine_matmul_reference(
-    x, weight, scales, biases, *, bits: int, group_size: int, norm_weight=None, eps=None
+    x,
+    weight,
+    scales,
+    biases,
+    *,
+    bits: int,
+    group_size: int,
+    activation="silu",
+    limit=None,
+    bias=None,
+    norm_weight=None,
+    eps=None,
 ) -> mx.array:
     """Definition of `gated_affine_matmul`."""
-    matrix = {"bits": bits, "group_size": group_size}
-    wide = x.astype(mx.float32)
-    both = affine_matmul_reference(wide, weight, scales, biases, **matrix, norm_weight=norm_weight, eps=eps)
-    return _gate(both).astype(x.dtype)
-
-
-def _gate(both: mx.array) -> mx.array:
-    gate, up = mx.split(both, 2, axis=-1)
-    return gate * mx.sigmoid(gate) * up
+    options = {"bits": bits, "group_size": group_size, "bias": bias, "norm_weight": norm_weight, "eps": eps}
+    both = affine_matmul_reference(x.astype(mx.float32), weight, scales, biases, **options)
+    return gate(both, activation, limit).astype(x.dtype)
 
 
 def gated_affine_matmul(
@@ -189,13 +229,19 @@ def gated_affine_matmul(
     *,
     bits: int,
     group_size: int,
+    activation: gemv.Activation = "silu",
+    limit: float | None = None,
+    bias: mx.array | None = None,
     norm_weight: mx.array | None = None,
     eps: float | None = None,
     backend: Backend,
 ) -> mx.array:
-    """``silu(norm(x) @ G.T) * (norm(x) @ U.T)``, where ``W [2 F, K]`` holds the rows of ``G`` and then those of ``U``.
+    """``act(norm(x) @ G.T) * (norm(x) @ U.T)``, where ``W [2 F, K]`` holds the rows of ``G`` and then those of ``U``.
 
-    ``x [..., K]`` -> ``[..., F]`` in the dtype of ``x``; see `affine_matmul` for the rest (SwiGLU, Shazeer, 2020).
+    ``x [..., K]`` -> ``[..., F]`` in the dtype of ``x``; ``bias [2 F]`` is added before the activation; see
+    `affine_matmul` for the rest. ``activation`` is ``"silu"`` (SwiGLU, Shazeer, 2020), ``"gelu_tanh"`` or
+    ``"gelu_erf"`` (GEGLU), or ``"clamped_swiglu"`` (gpt-oss): g sigmoid(1.702 g) (u + 1) with g at most ``limit`` and u
+    within plus and minus ``limit``.
     """
     check(
         "gated_affine_matmul",
@@ -207,18 +253,25 @@ def gated_affine_matmul(
         (scales.dtype, biases.dtype),
         bits,
         group_size,
+        bias=_shape(bias),
         norm_weight=_shape(norm_weight),
         eps=eps,
     )
     if weight.shape[0] % 2:
         raise OptionError(f"gated_affine_matmul: {weight.shape[0]} rows cannot be as many gate rows as up rows")
+    if activation not in gemv.ACTIVATIONS:
+        raise OptionError(f"gated_affine_matmul: activation {activation!r} is not one of {', '.join(gemv.ACTIVATIONS)}")
+    if (activation == "clamped_swiglu") != (limit is not None):
+        raise OptionError(f"gated_affine_matmul: limit is {limit}; clamped_swiglu needs one, and the others have none")
     if x.size == 0:
         return mx.zeros((*x.shape[:-1], weight.shape[0] // 2), dtype=x.dtype)
-    options = {"bits": bits, "group_size": group_size, "norm_weight": norm_weight, "eps": eps}
+    options = {"bits": bits, "group_size": group_size, "bias": bias, "norm_weight": norm_weight}
     if gemv.serves(x, weight, backend):
         backend.count("gated_affine_matmul", "kernel")
-        return gemv.gemv(x, weight, scales, biases, **options, gated=True, bias=None, residual=None, backend=backend)
-    return _gate(affine_matmul(x, weight, scales, biases, **options, backend=backend))
+        form = gemv.Form(eps=eps or 0.0, activation=activation, limit=limit or 0.0)
+        return gemv.gemv(x, weight, scales, biases, **options, form=form, backend=backend)
+    both = affine_matmul(x, weight, scales, biases, **options, eps=eps, backend=backend)
+    return gate(both, activation, limit).astype(x.dtype)
 
 
 def affine_embedding_reference(ids, weight, scales, biases, *, bits: int, group_size: int, dtype) -> mx.array:

@@ -131,9 +131,9 @@ def decode_attention(
 ) -> mx.array:
     """The attention that `sdpa` defines, with merged heads ``[B, L, H * E]``, for what `serves` accepts.
 
-    ``k [B, KV, S, D]``, ``v [B, KV, S, E]``, or one buffer of both in ``k [2, B, KV, S, D]``. ``start`` is an int32 array
-    ``[1]``, the position of the first query; keys after the last query's are not read. ``S`` decides how the keys are
-    cut, because the number of keys is known on the device only.
+    ``k [B, KV, S, D]``, ``v [B, KV, S, E]``, or one buffer of both in ``k [2, B, KV, S, D]``. ``start`` is an int32
+    array ``[1]``, the position of the first query; keys after the last query's are not read. ``S`` decides how the
+    keys are cut, because the number of keys is known on the device only.
     """
     batch, _, length, _ = q.shape
     kv_heads, capacity, head_dim = k.shape[-3:]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from math import gcd, prod
+from typing import Literal, NamedTuple
 
 import mlx.core as mx
 
@@ -13,14 +15,18 @@ from turbospark_mlx.custom_kernels.backends.kernel import SIMD_WIDTH, Kernel, La
 KERNEL = Kernel(
     "dequant_gemv_simd",
     inputs=("w", "scales", "biases", "x", "norm_weight", "bias", "residual"),
-    outputs=("y",),
-    headers=("affine",),
+    outputs=("y", "largest", "largest_row"),
+    headers=("eight", "affine", "affine_block", "activation"),
 )
+COMBINE = Kernel("greedy_head_combine", inputs=("largest", "largest_row"), outputs=("ids",))
+Activation = Literal["silu", "gelu_tanh", "gelu_erf", "clamped_swiglu"]
+ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "gelu_erf", "clamped_swiglu")
+"""In the order of ``metal/activation.h``."""
 ROWS = 8
 """Rows of x up to which the kernel is used: more belong to a matrix product."""
 TOGETHER = {"metal": (1, 2, 4, 8), "cuda": (1, 2, 4, 8), "host": (1, 4)}
 """Numbers of rows that are read together. Each is a variant to compile, which takes the host a second."""
-STAGED_BYTES = {"metal": 30 << 10, "cuda": 44 << 10, "host": 256 << 10}
+STAGED_BYTES = {"metal": 31 << 10, "cuda": 46 << 10, "host": 256 << 10}
 """Threadgroup memory for activations: under 32 KB on Metal and 48 KB on CUDA; on the host it is a thread's stack."""
 PRODUCTS_PER_GROUP = 1 << 16
 """Products that are worth a hand-over to another core: some microseconds."""
@@ -36,6 +42,55 @@ def serves(x: mx.array, weight: mx.array, backend: Backend) -> bool:
     )
 
 
+class Form(NamedTuple):
+    """What stands around a product, as far as it decides about the kernel's text."""
+
+    eps: float = 0.0
+    activation: Activation | None = None
+    limit: float = 0.0
+    softcap: float | None = None
+    residual: bool = False
+    argmax: bool = False
+
+
+class Sizes(NamedTuple):
+    """How a launch shares the work out: output rows a simdgroup, simdgroups a threadgroup, how often a threadgroup does
+    that, and the steps that weights are loaded ahead."""
+
+    rows: int
+    simdgroups: int
+    passes: int
+    ahead: int
+
+
+def sizes_on_gpu(rows: int, columns: int, out: int, bits: int, gated: bool) -> Sizes:
+    """The fastest launch for one row of x on an H200 (`benchmarks/kernels.py --sweep`); plain ones for more rows."""
+    if rows > 1:
+        # Two rows of W share what is read of x, as long as their sums fit into registers.
+        return Sizes(2 if rows * (2 if gated else 1) < 8 else 1, 8, 1, 2)
+    if gated:
+        return Sizes(1, 8, 4, 2 if bits <= 4 else 1)
+    if columns > 8192:
+        return Sizes(1, 8, 1, 4 if bits <= 4 else 2)
+    return Sizes(4 if out >= 1 << 15 and bits <= 4 else 2, 8, 1, 2)
+
+
+def staged_blocks(backend: str, rows: int, columns: int, dtype: mx.Dtype) -> int:
+    """Blocks of 32 columns whose activations are staged together: all, or a multiple of the simdgroup, or none."""
+    blocks, block = columns // 32, 32 * (4 if backend == "host" else dtype.size)
+    width = 1 if backend == "host" else SIMD_WIDTH
+    padded = -(-blocks // width) * width
+    if rows * (padded * block + blocks * 4) <= STAGED_BYTES[backend]:
+        return blocks
+    return STAGED_BYTES[backend] // (rows * (block + 4)) // width * width
+
+
+def fits(backend: str, rows: int, columns: int, dtype: mx.Dtype) -> bool:
+    """Whether rows can be read together: GPUs take their columns in tiles, but on the host that would be slow."""
+    staged = staged_blocks(backend, rows, columns, dtype)
+    return staged == columns // 32 if backend == "host" else staged > 0
+
+
 @lru_cache(maxsize=4096)
 def plan(
     backend: str,
@@ -44,49 +99,74 @@ def plan(
     out: int,
     bits: int,
     group_size: int,
-    gated: bool,
-    eps: float,
-    residual: bool,
+    form: Form,
     companion: mx.Dtype,
     dtype: mx.Dtype,
     norm_dtype: mx.Dtype | None,
     bias_dtype: mx.Dtype | None,
+    sizes: Sizes | None = None,
 ) -> Launch:
     """The launch for ``x`` of ``shape``, whose rows, at most ``most``, are read together."""
-    columns = shape[-1]
-    blocks, host = columns // 32, backend == "host"
-    tile = min(blocks, STAGED_BYTES[backend] // (most * (32 * (4 if host else dtype.size) + 4)))
-    if host:
+    columns, gated = shape[-1], form.activation is not None
+    blocks, tile = columns // 32, staged_blocks(backend, most, columns, dtype)
+    if backend == "host":
         # A few threadgroups a core, so that one that is busy elsewhere does not hold the others up.
-        rows_at_once, simdgroups = 1, 1
         groups = max(1, min(out, 4 * thread_count(), most * out * columns // PRODUCTS_PER_GROUP))
+        sizes = Sizes(1, 1, 0, 0)
     else:
-        tile = tile if tile == blocks else tile // SIMD_WIDTH * SIMD_WIDTH
-        # Two rows of W share what is read of x, as long as their sums fit into registers.
-        rows_at_once, simdgroups = 2 if most * (2 if gated else 1) < 8 else 1, 8
-        groups = -(-out // (rows_at_once * simdgroups))
+        sizes = sizes or sizes_on_gpu(most, columns, out, bits, gated)
+        groups = -(-out // (sizes.rows * sizes.simdgroups * sizes.passes))
+        steps = -(-tile // SIMD_WIDTH)
+        # Tiles follow one another without a gap only where loading ahead divides their steps.
+        ahead = min(sizes.ahead, steps) if tile == blocks else gcd(sizes.ahead, steps)
+        sizes = sizes._replace(ahead=ahead)
     return Launch(
         KERNEL,
         template=(
             ("T", dtype),
+            ("S", companion),
+            ("G", norm_dtype or mx.float32),
             ("K", columns),
             ("N", 2 * out if gated else out),
             ("M", most),
             ("BITS", bits),
             ("GROUP", group_size),
-            ("ROWS", rows_at_once),
+            ("ROWS", sizes.rows),
+            ("SIMDS", sizes.simdgroups),
+            ("PASSES", sizes.passes),
+            ("AHEAD", sizes.ahead),
             ("TILE", tile),
             ("NORM", norm_dtype is not None),
-            ("EPSILON_BITS", float_bits(eps)),
-            ("GATED", gated),
+            ("EPSILON_BITS", float_bits(form.eps)),
             ("BIAS", bias_dtype is not None),
-            ("RESIDUAL", residual),
+            ("GATED", gated),
+            ("ACTIVATION", ACTIVATIONS.index(form.activation) if gated else 0),
+            ("LIMIT_BITS", float_bits(form.limit)),
+            ("SOFTCAP", form.softcap is not None),
+            ("CAP_BITS", float_bits(form.softcap or 0.0)),
+            ("RESIDUAL", form.residual),
+            ("ARGMAX", form.argmax),
         ),
         groups=(groups, 1),
+        simdgroups=sizes.simdgroups,
+        input_dtypes=(mx.uint32, companion, companion, dtype, norm_dtype, bias_dtype, dtype if form.residual else None),
+        output_shapes=(None, *[(prod(shape[:-1]), groups)] * 2) if form.argmax else ((*shape[:-1], out), None, None),
+        output_dtypes=(dtype, mx.float32, mx.uint32),
+    )
+
+
+@lru_cache(maxsize=4096)
+def combine_plan(backend: str, shape: tuple[int, ...], found: int) -> Launch:
+    """The launch that makes ids of ``shape`` from what ``found`` threadgroups found for each."""
+    simdgroups = 1 if backend == "host" else 8
+    return Launch(
+        COMBINE,
+        template=(("FOUND", found), ("SIMDS", simdgroups)),
+        groups=(prod(shape), 1),
         simdgroups=simdgroups,
-        input_dtypes=(mx.uint32, companion, companion, dtype, norm_dtype, bias_dtype, dtype if residual else None),
-        output_shapes=((*shape[:-1], out),),
-        output_dtypes=(dtype,),
+        input_dtypes=(mx.float32, mx.uint32),
+        output_shapes=(shape,),
+        output_dtypes=(mx.uint32,),
     )
 
 
@@ -98,34 +178,36 @@ def gemv(
     *,
     bits: int,
     group_size: int,
-    gated: bool,
+    form: Form,
     norm_weight: mx.array | None,
-    eps: float | None,
     bias: mx.array | None,
-    residual: mx.array | None,
+    residual: mx.array | None = None,
     backend: Backend,
 ) -> mx.array:
-    """The product that `affine.affine_matmul` and `affine.gated_affine_matmul` define, for what `serves` accepts."""
+    """The product that the ops of `affine` and `head` define, for what `serves` accepts."""
     columns = x.shape[-1]
-    rows, out = x.size // columns, weight.shape[0] // (2 if gated else 1)
+    rows, out = x.size // columns, weight.shape[0] // (1 if form.activation is None else 2)
     if residual is not None and residual.dtype != x.dtype:
         residual = residual.astype(x.dtype)
-    matrix = (out, bits, group_size, gated, eps or 0.0, residual is not None, scales.dtype, x.dtype)
+    matrix = (out, bits, group_size, form, scales.dtype, x.dtype)
     dtypes = (None if norm_weight is None else norm_weight.dtype, None if bias is None else bias.dtype)
+
+    def launch(part: mx.array, most: int, added: mx.array | None) -> mx.array:
+        call = plan(backend.name, part.shape, most, *matrix, *dtypes)
+        made = backend.launch(call, (weight, scales, biases, part, norm_weight, bias, added))
+        if form.argmax:
+            made = backend.launch(combine_plan(backend.name, part.shape[:-1], call.groups[0]), tuple(made))
+        return made[0]
+
     if rows == 1:
-        call = plan(backend.name, x.shape, 1, *matrix, *dtypes)
-        return backend.launch(call, (weight, scales, biases, x, norm_weight, bias, residual))[0]
+        return launch(x, 1, residual)
     # The kernel takes the number of rows from the first axis.
     flat, added = x.reshape(rows, columns), None if residual is None else residual.reshape(rows, out)
-    # On the host activations are staged as a whole; GPUs take them in tiles.
-    sizes = [
-        n for n in TOGETHER[backend.name] if backend.name != "host" or 4 * n * columns <= STAGED_BYTES["host"]
-    ] or [1]
+    together = [n for n in TOGETHER[backend.name] if n == 1 or fits(backend.name, n, columns, x.dtype)]
     parts = []
-    for start in range(0, rows, sizes[-1]):
-        chosen = slice(start, min(start + sizes[-1], rows))
-        part, most = flat[chosen], next(size for size in sizes if size >= chosen.stop - start)
-        call = plan(backend.name, part.shape, most, *matrix, *dtypes)
-        inputs = (weight, scales, biases, part, norm_weight, bias, None if added is None else added[chosen])
-        parts += backend.launch(call, inputs)
-    return (parts[0] if len(parts) == 1 else mx.concatenate(parts)).reshape(*x.shape[:-1], out)
+    for start in range(0, rows, together[-1]):
+        chosen = slice(start, min(start + together[-1], rows))
+        most = next(size for size in together if size >= chosen.stop - start)
+        parts.append(launch(flat[chosen], most, None if added is None else added[chosen]))
+    shape = x.shape[:-1] if form.argmax else (*x.shape[:-1], out)
+    return (parts[0] if len(parts) == 1 else mx.concatenate(parts)).reshape(shape)

@@ -9,7 +9,12 @@ import mlx.core as mx
 
 from turbospark_mlx.custom_kernels.backends.kernel import Kernel, Launch
 
-KERNEL = Kernel("embed_lookup", inputs=("ids", "w", "scales", "biases"), outputs=("out",), headers=("affine",))
+KERNEL = Kernel(
+    "embed_lookup",
+    inputs=("ids", "w", "scales", "biases"),
+    outputs=("out",),
+    headers=("eight", "affine", "affine_block"),
+)
 VALUES_PER_GROUP = 1 << 15
 
 
@@ -28,7 +33,7 @@ def plan(
     count = prod(shape)
     return Launch(
         KERNEL,
-        template=(("T", dtype), ("V", rows), ("K", columns), ("BITS", bits), ("GROUP", group_size)),
+        template=(("T", dtype), ("S", companion), ("V", rows), ("K", columns), ("BITS", bits), ("GROUP", group_size)),
         groups=(min(count, -(-count * columns // VALUES_PER_GROUP)) if backend == "host" else count, 1),
         simdgroups=1 if backend == "host" else min(8, -(-columns // 1024)),
         input_dtypes=(mx.int32, mx.uint32, companion, companion),

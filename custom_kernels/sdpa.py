@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Literal
 
 import mlx.core as mx
-import numpy as np
 
 from turbospark_mlx.custom_kernels import decode_attention
 from turbospark_mlx.custom_kernels.backends import Backend, blas
@@ -105,9 +104,7 @@ def attention(
     return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sinks)
 
 
-def cache_attention_reference(
-    q, kv, start, *, scale: float, mask: Mask = None, window=None, sinks=None
-) -> mx.array:
+def cache_attention_reference(q, kv, start, *, scale: float, mask: Mask = None, window=None, sinks=None) -> mx.array:
     """Definition of `cache_attention`."""
     keys = min(start.item() + q.shape[2], kv.shape[3])
     k, v = kv[0, :, :, :keys], kv[1, :, :, :keys]

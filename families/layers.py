@@ -27,7 +27,7 @@ from turbospark_mlx.custom_kernels import (
 )
 from turbospark_mlx.custom_kernels.backends import Backend
 from turbospark_mlx.errors import OptionError
-from turbospark_mlx.protocols import AffineFormat, ExpertFactory
+from turbospark_mlx.protocols import AffineFormat, ExpertFactory, LayerCache
 
 DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
 
@@ -272,6 +272,11 @@ class Positions:
         self._offset, self._length = offset, length
         self._tables: dict[RoPE, mx.array] = {}
         self._start: mx.array | None = None
+
+    @classmethod
+    def after(cls, cache: LayerCache | None, length: int) -> Positions:
+        """``length`` tokens after what ``cache`` holds, or from position 0 on."""
+        return cls(0 if cache is None else cache.offset, length)
 
     @property
     def offset(self) -> int:

@@ -24,10 +24,10 @@ def token(position: int, branch: int = 0) -> np.ndarray:
 
 
 class Driven:
-    """A cache and the list of everything it was fed."""
+    """A cache and the list of everything it was fed; ``placing`` writes rows in place wherever that is allowed."""
 
-    def __init__(self, cache):
-        self.cache, self.fed = cache, []
+    def __init__(self, cache, placing: bool = False):
+        self.cache, self.fed, self.placing = cache, [], placing
 
     @property
     def window(self):
@@ -38,11 +38,23 @@ class Driven:
         rows = mx.array(np.stack(new, axis=1)[None])
         start = len(self.fed)
         self.fed += new
-        keys, values = self.cache.update_and_fetch(rows, -rows)
+        if self.placing and self.cache.places(count):
+            keys, values = self.place(mx.stack([rows, -rows]), start)
+        else:
+            keys, values = self.cache.update_and_fetch(rows, -rows)
         assert self.cache.offset == len(self.fed)
-        assert self.cache.position.item() == len(self.fed)
         np.testing.assert_array_equal(np.array(keys), -np.array(values))
         self.see(np.array(keys)[0], start, count)
+
+    def place(self, update: mx.array, start: int) -> mx.array:
+        """What the kernels do: write the rows where they belong, and read as many as there are."""
+        length = update.shape[3]
+        buffer = self.cache.place(length, (1, 2, 4), mx.float32)
+        mx.eval(buffer)
+        memory = np.array(buffer, copy=False)
+        for i in range(length):
+            memory[..., (start + i) % buffer.shape[3], :] = np.array(update)[..., i, :]
+        return buffer[..., : min(start + length, buffer.shape[3]), :]
 
     def see(self, keys: np.ndarray, start: int, count: int) -> None:
         """Each new token sees its window, under the attention op's rule that queries are the last of the keys."""
@@ -67,23 +79,26 @@ class Driven:
 KINDS = {"linear": LinearKV, "ring": lambda: RingKV(W), "ring of 1": lambda: RingKV(1), "ring of 2": lambda: RingKV(2)}
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=[(kind, placing) for kind in KINDS for placing in (False, True)], ids=str)
 def make(request):
-    return KINDS[request.param]
+    """Makes a driven cache of a kind."""
+    kind, placing = request.param
+    return lambda: Driven(KINDS[kind](), placing)
 
 
 @pytest.mark.parametrize(
     "chunks", [(1,) * 20, (20,), (3,) * 7, (7, 1, 1, 9), (8, 8, 1), (9, 1), (1, 7, 1, 2, 30, 1), (16, 1, 1)]
 )
 def test_every_split_shows_the_same_window(make, chunks):
-    driven = Driven(make())
+    driven = make()
     for count in chunks:
         driven.feed(count)
 
 
-def test_growth_past_a_bucket_keeps_every_row():
+@pytest.mark.parametrize("placing", [False, True])
+def test_growth_past_a_bucket_keeps_every_row(placing):
     for cache in (LinearKV(), RingKV(BUCKET + 40)):
-        driven = Driven(cache)
+        driven = Driven(cache, placing)
         for count in (BUCKET - 1, 1, 1, 60, 1):
             driven.feed(count)
 
@@ -104,14 +119,28 @@ def test_a_full_linear_cache_refuses_and_stays_as_it_was():
     rows = mx.zeros((1, 2, 2, 4))
     with pytest.raises(ContextError, match="holds 10 tokens; 11 are wanted"):
         driven.cache.update_and_fetch(rows, rows)
+    with pytest.raises(ContextError, match="holds 10 tokens; 11 are wanted"):
+        driven.cache.place(2)
     driven.feed(1)
+
+
+@pytest.mark.parametrize("placing", [False, True])
+def test_what_state_gave_out_stays_as_it_was(placing):
+    for cache in (LinearKV(), RingKV(W)):
+        driven = Driven(cache, placing)
+        driven.feed(W)
+        buffer, before = cache.state[0], np.array(cache.state[0])
+        driven.cache.trim(1)
+        driven.cut(W - 1)
+        driven.feed(1, branch=1)
+        np.testing.assert_array_equal(buffer, before)
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_random_walks_of_feeding_marking_and_going_back(make, seed):
     """Marks are checked against the naive rule: valid while the history was never cut to below them."""
     rng = np.random.default_rng(seed)
-    driven, marks = Driven(make()), []
+    driven, marks = make(), []
     for branch in range(50):
         action = rng.choice(["feed", "mark", "rollback", "trim"], p=[0.45, 0.25, 0.2, 0.1])
         if action == "feed":
@@ -143,7 +172,7 @@ def test_random_walks_of_feeding_marking_and_going_back(make, seed):
 @pytest.mark.parametrize("on", [(1,), (1, 1, 1), (5,), (1,) * 9, (9, 1)])
 @pytest.mark.parametrize("again", [(1, 1), (2,), (9, 1)])
 def test_going_back_is_never_having_gone_on(make, at, on, again):
-    driven = Driven(make())
+    driven = make()
     for _ in range(at):
         driven.feed(1)
     mark = driven.cache.mark()
@@ -157,7 +186,7 @@ def test_going_back_is_never_having_gone_on(make, at, on, again):
 
 
 def test_a_mark_that_was_passed_below_stays_refused_after_going_on(make):
-    driven = Driven(make())
+    driven = make()
     driven.feed(3)
     low = driven.cache.mark()
     driven.feed(3)
@@ -172,7 +201,7 @@ def test_a_mark_that_was_passed_below_stays_refused_after_going_on(make):
 
 
 def test_a_mark_of_another_cache_or_of_a_replaced_state_is_refused(make):
-    one, other = Driven(make()), Driven(make())
+    one, other = make(), make()
     for driven in (one, other):
         driven.feed(4)
     with pytest.raises(ContextError, match="another state"):
@@ -184,20 +213,21 @@ def test_a_mark_of_another_cache_or_of_a_replaced_state_is_refused(make):
 
 
 def test_a_copy_goes_its_own_way(make):
-    driven = Driven(make())
+    driven = make()
     driven.feed(11)
     twin = copy.deepcopy(driven)
     twin.feed(5, branch=1)
     twin.feed(1, branch=1)
     driven.feed(1)
     driven.feed(3)
+    twin.feed(1, branch=1)
 
 
 def test_state_round_trip(make):
-    driven = Driven(make())
+    driven = make()
     driven.feed(11)
     driven.feed(1)
-    other = Driven(make())
+    other = make()
     other.cache.state, other.fed = driven.cache.state, list(driven.fed)
     other.feed(1)
     other.feed(2)
@@ -267,7 +297,7 @@ def test_masks_by_hand():
 @pytest.mark.parametrize("before", [0, 1, 5, 7, 8, 20])
 @pytest.mark.parametrize("new", [1, 2, 3, 8, 12])
 def test_make_mask_fits_what_update_and_fetch_returns(make, before, new):
-    driven = Driven(make())
+    driven = make()
     if before:
         driven.feed(before)
     mask, array = driven.cache.make_mask(new), driven.cache.make_mask(new, return_array=True)

@@ -347,7 +347,8 @@ class TestOpen:
             text = str(runner.report())
             assert "reference on the cpu" in text
             assert "100 tokens (as asked), trained for 512, prompts in chunks of 7" in text
-            assert "attention" in text.splitlines()[-1]
+            assert "attention" in text.splitlines()[-2]
+            assert text.splitlines()[-1] == "decoding   one operation after the other"
 
     def test_plain_modules_answer_the_same(self, install):
         with (

@@ -33,8 +33,10 @@ from turbospark_mlx.tokenizer import Tokenizer
 
 PREFILL_CHUNK = {"cpu": 512, "gpu": 2048}
 """Prompt tokens run at once, by device."""
-WARM_UP_ROWS = (1, 4, 9)
+WARM_UP_ROWS = (9, 4, 1)
 """Products take one path for a single row, one for up to 8, and one for more."""
+STEPS_TO_SETTLE = 2
+"""A decode step runs once to learn its operations, then as what it stays."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,9 @@ class Report:
     """What a runner resolved its options to. ``str()`` is a few lines for people. Sizes are in bytes.
 
     ``kv_bytes`` is what the caches take when the context is full, ``kv_bytes_now`` what they hold. ``operations`` maps
-    ``(op, way it was run)`` to the number of calls so far. ``experts`` says where routed experts live, and
-    ``expert_counters`` what was read of them; None where there are none, or where they are parameters.
+    ``(op, way it was run)`` to the number of calls so far; a decode step that runs as a whole counts when it is found.
+    ``decode_step`` says how that is. ``experts`` says where routed experts live, and ``expert_counters`` what was read
+    of them; None where there are none, or where they are parameters.
     """
 
     model_type: str
@@ -71,6 +74,7 @@ class Report:
     experts: Resolved | None
     expert_counters: ExpertCounters | None
     operations: dict[tuple[str, str], int]
+    decode_step: str
 
     def __str__(self) -> str:
         ways = ", ".join(sorted(f"{op} by {way}" for op, way in self.operations))
@@ -85,6 +89,7 @@ class Report:
                 f" prompts in chunks of {self.prefill_chunk}",
                 *([f"experts    {self.experts}, {self.expert_counters}"] if self.experts else ()),
                 f"operations {ways or 'none yet'}",
+                f"decoding   {self.decode_step}",
             )
         )
 
@@ -130,7 +135,10 @@ class Runner:
         """Where the routed experts live, with what was read of them; None where they are parameters."""
         if self.experts and prefill_chunk is None:
             self._chunk = min(self._chunk, self.experts.most_rows)
-        self._step = DecodeStep(model, fixed=not (self.experts and self.experts.on_host))
+        chosen_on_host = self.experts is not None and self.experts.on_host
+        self._step = DecodeStep(model, fixed=not chosen_on_host)
+        self._looks_ahead = model.backend.device == "gpu" and not chosen_on_host
+        self._ahead: tuple[mx.array, mx.array] | None = None
 
     @classmethod
     def open(
@@ -187,11 +195,13 @@ class Runner:
         """Run one token and a few together, so that no kernel is compiled in the middle of an answer."""
         if self.model.backend.launch is None:
             return
-        with self.experts.idle() if self.experts else nullcontext():
+        with self.experts.idle() if self.experts and self.experts.on_host else nullcontext():
             for length in WARM_UP_ROWS:
                 if length <= self.max_context:
-                    caches = self.model.make_cache(length)
+                    caches = self.model.make_cache(self.max_context)
                     mx.eval(self.model(mx.zeros((1, length), mx.int32), cache=caches))
+            for _ in range(min(STEPS_TO_SETTLE, self.max_context - caches[0].offset)):
+                mx.eval(self._step(0, caches))
         if self.experts:
             self.experts.compile_kernels(WARM_UP_ROWS)
         self.model.backend.counters.clear()
@@ -235,6 +245,7 @@ class Runner:
         After any other error the position is what it was before the call, or 0 where the evaluation itself failed.
         """
         self._check_usable()
+        self._forget_ahead()
         ids = self._admit(ids)
         start, marks = self.position, mark_all(self._cache)
         logits = None
@@ -254,14 +265,19 @@ class Runner:
             raise
         return logits
 
-    def decode(self, token_id: int) -> mx.array:
-        """Run one token; returns float32 logits ``[vocab]`` behind it. Raises as ``prefill`` does."""
+    def decode(self, token_id: int, *, ahead: bool = False) -> mx.array:
+        """Run one token; returns float32 logits ``[vocab]`` behind it. Raises as ``prefill`` does.
+
+        ``ahead`` lets a GPU begin with the most probable next token meanwhile, whose logits are then there sooner. It
+        changes no result; a step that was begun in vain costs its time.
+        """
         self._check_usable()
-        return self._forward(self._admit([token_id]), head=True)
+        return self._forward(self._admit([token_id]), head=True, ahead=ahead)
 
     def mark(self) -> Mark:
         """A point to come back to with ``rollback``. It holds the caches' buffers, not a copy."""
         self._check_usable()
+        self._forget_ahead()
         return Mark(self.position, tuple(mark_all(self._cache)))
 
     def rollback(self, mark: Mark) -> None:
@@ -271,6 +287,7 @@ class Runner:
         was passed on the way back to an earlier point.
         """
         self._check_usable()
+        self._forget_ahead()
         rollback_all(self._cache, mark.layers)
         del self._ids[mark.position :]
 
@@ -281,6 +298,7 @@ class Runner:
         has overwritten what the common prefix needs, the runner is reset and 0 is returned.
         """
         self._check_usable()
+        self._forget_ahead()
         common = 0
         for mine, theirs in zip(self._ids, list(ids)[:-1], strict=False):
             if mine != theirs:
@@ -305,7 +323,7 @@ class Runner:
             return
         self._check_usable()
         self._closed = True
-        self._ids, self._cache, self.model, self._step = [], [], None, None
+        self._ids, self._cache, self._ahead, self._step, self.model = [], [], None, None, None
         if self.experts is not None:
             self.experts.close()
         if self._install is not None:
@@ -340,6 +358,7 @@ class Runner:
             experts=self.experts and self.experts.resolved,
             expert_counters=self.experts and sum(self.experts.counters, ExpertCounters()),
             operations=dict(backend.counters),
+            decode_step=self._step.how,
         )
 
     def _check_usable(self) -> None:
@@ -376,26 +395,47 @@ class Runner:
             )
         return ids
 
-    def _forward(self, ids: list[int], *, head: bool) -> mx.array | None:
+    def _forward(self, ids: list[int], *, head: bool, ahead: bool = False) -> mx.array | None:
         """Run ``ids`` as one pass. Only its last row goes through the head, and only where ``head``."""
         start, marks = self.position, mark_all(self._cache) if len(ids) > 1 else None
         try:
             if head and len(ids) == 1:
-                logits = self._step(ids[0], self._cache)
+                logits = self._decode_step(ids[0], ahead)
             else:
                 hidden = self.model.hidden(mx.array([ids]), self._cache)
                 logits = self.model.head(hidden[:, -1:])[0, 0].astype(mx.float32) if head else None
         except BaseException:
+            self._ahead = None
             self._undo(start, marks)
             raise
         try:
-            mx.eval(logits, [layer.arrays for layer in self._cache])
+            mx.eval(logits, [] if self._ahead else [layer.arrays for layer in self._cache])
         except BaseException:
             # The buffers are results of the evaluation that failed.
             self._empty()
             raise
         self._ids += ids
         return logits
+
+    def _decode_step(self, token: int, ahead: bool) -> mx.array:
+        """Logits behind ``token``, which may have been begun before; ``ahead`` begins with the next."""
+        begun = self._ahead
+        if begun is not None and begun[0].item() == token:
+            self._ahead, logits = None, begun[1]
+        else:
+            self._forget_ahead()
+            logits = self._step(token, self._cache)
+        if ahead and self._looks_ahead and self.position + 2 <= self.max_context:
+            likeliest = mx.argmax(logits).astype(mx.int32).reshape(1, 1)
+            self._ahead = likeliest, self._step(likeliest, self._cache)
+            mx.async_eval(*self._ahead)
+        return logits
+
+    def _forget_ahead(self) -> None:
+        """Bring the caches back from a step that was begun and is not wanted."""
+        if self._ahead is not None:
+            self._ahead = None
+            trim_all(self._cache, self.position)
 
     def _undo(self, start: int, marks: list[Any] | None) -> None:
         """Bring all layers back to ``start``. One token can always be trimmed; a mark would make a ring copy itself."""
@@ -405,5 +445,5 @@ class Runner:
             trim_all(self._cache, start)
 
     def _empty(self) -> None:
-        self._ids = []
+        self._ids, self._ahead = [], None
         self._cache = self.model.make_cache(self.max_context)

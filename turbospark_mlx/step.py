@@ -38,7 +38,7 @@ class _PlacedState:
         return self._buffer
 
     def written(self, output: mx.array) -> None:
-        """The logits depend on every output, so whoever waits for them has waited for the rows."""
+        """The logits, which depend on every output, are given to the cache instead."""
 
     def append(self, *rows: mx.array) -> None:
         raise NotRecordable("a layer does not write its keys and values in place")
@@ -115,7 +115,10 @@ class DecodeStep:
             buffers = [layer.place(1) for layer in cache]
             try:
                 known = self._contents is not None and self._contents.unchanged()
-                return (self._run if known else self._first)(token, offset, buffers)
+                logits = (self._run if known else self._first)(token, offset, buffers)
+                for layer in cache:
+                    layer.written(logits)
+                return logits
             except NotRecordable as reason:
                 self._run, self.how = None, f"one operation after the other, because {reason}"
                 for layer in cache:

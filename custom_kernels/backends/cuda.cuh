@@ -9,6 +9,7 @@
 
 typedef unsigned int uint;
 typedef unsigned short ushort;
+typedef unsigned long ulong;
 typedef __half half;
 typedef __half2 half2;
 typedef __half float16_t;
@@ -35,10 +36,26 @@ METAL_FUNC void threadgroup_barrier(int) {
   __syncthreads();
 }
 
+METAL_FUNC float simd_shuffle_xor(float value, ushort distance) {
+  return __shfl_xor_sync(0xffffffffu, value, distance);
+}
+
 METAL_FUNC float simd_sum(float value) {
   UNROLL
   for (int distance = 16; distance > 0; distance >>= 1) {
-    value += __shfl_xor_sync(0xffffffffu, value, distance);
+    value += simd_shuffle_xor(value, distance);
   }
   return value;
+}
+
+METAL_FUNC float simd_max(float value) {
+  UNROLL
+  for (int distance = 16; distance > 0; distance >>= 1) {
+    value = max(value, simd_shuffle_xor(value, distance));
+  }
+  return value;
+}
+
+METAL_FUNC half2 fma(half2 a, half2 b, half2 c) {
+  return __hfma2(a, b, c);
 }

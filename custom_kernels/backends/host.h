@@ -70,6 +70,10 @@ METAL_FUNC float simd_sum(float value) {
   return value;
 }
 
+METAL_FUNC float simd_max(float value) {
+  return value;
+}
+
 template <typename T>
 METAL_FUNC T min(T a, T b) {
   return b < a ? b : a;
@@ -101,4 +105,16 @@ METAL_FUNC float exp(float x) {
   p = __builtin_fmaf(p, r, 1.0f);
   const float power = as_type<float>(as_type<uint>(p) + (uint(int(n)) << 23));
   return x != x ? x : x < lowest ? 0.0f : x > highest ? INFINITY : power;
+}
+
+// A polynomial near 0, where the other form would lose digits (Cephes).
+METAL_FUNC float tanh(float x) {
+  const float z = x * x;
+  float p = -5.70498872745e-3f;
+  p = __builtin_fmaf(p, z, 2.06390887954e-2f);
+  p = __builtin_fmaf(p, z, -5.37397155531e-2f);
+  p = __builtin_fmaf(p, z, 1.33314422036e-1f);
+  p = __builtin_fmaf(p, z, -3.33332819422e-1f);
+  const float near = __builtin_fmaf(p * z, x, x), far = 1.0f - 2.0f / (exp(2.0f * x) + 1.0f);
+  return z < 0.39f ? near : far;
 }

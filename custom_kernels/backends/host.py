@@ -26,7 +26,7 @@ TYPES = {
     mx.uint32: "uint",
     mx.int32: "int",
 }
-NUMPY_TYPES = {mx.float32: np.float32, mx.int32: np.int32}
+NUMPY_TYPES = {mx.float32: np.float32, mx.int32: np.int32, mx.uint32: np.uint32}
 SHAPE, STRIDES = 1, 2
 
 observers: list[Callable[..., None]] = []

@@ -1,33 +1,32 @@
-// The primitives of metal/affine.h for one core: a chunk is one vector of eight floats.
+// The primitives of metal/affine.h for one core.
 
 template <typename T>
 struct Chunk {
-  Float8 values;
+  Eight values;
 };
 
-// A sum that is spread over eight lanes of a vector.
-typedef Float8 Partial;
+template <typename T>
+constexpr METAL_FUNC bool staged_as_half() {
+  return false;
+}
+
+template <int BITS, typename T>
+constexpr METAL_FUNC int center() {
+  return 0;
+}
 
 METAL_FUNC uint chunk_slot(uint block, uint j) {
   return block * 4 + j;
 }
 
-METAL_FUNC Partial empty_partial() {
-  return Float8{};
+template <int BITS, typename T>
+METAL_FUNC float store_chunk(Chunk<T>& to, Eight values) {
+  to.values = values;
+  return collapse(values);
 }
 
-METAL_FUNC float collapse(Partial sum) {
-  return ((sum[0] + sum[4]) + (sum[1] + sum[5])) + ((sum[2] + sum[6]) + (sum[3] + sum[7]));
-}
-
-template <typename T>
-METAL_FUNC void store_chunk(Chunk<T>& to, const float* values) {
-  memcpy(&to.values, values, sizeof to.values);
-}
-
-template <typename T>
-METAL_FUNC float sum_chunk(const Chunk<T>& from) {
-  return collapse(from.values);
+METAL_FUNC void store_block_sum(float* sums, uint chunk, bool, float sum) {
+  sums[chunk / 4] = chunk % 4 == 0 ? sum : sums[chunk / 4] + sum;
 }
 
 // Words are read where they are used.
@@ -38,7 +37,7 @@ METAL_FUNC void load_words(const uint* from, uint* words) {
 
 // The eight weights of chunk ``j`` of a block: little-endian bit order.
 template <int BITS>
-METAL_FUNC Float8 chunk_weights(const uint* words, int j) {
+METAL_FUNC Eight unpack_chunk(const uint* words, int j) {
   Uint8 weights;
   if (BITS == 8) {
 #if defined(__AVX2__)
@@ -62,13 +61,7 @@ METAL_FUNC Float8 chunk_weights(const uint* words, int j) {
   return __builtin_convertvector((Int8)weights, Float8);
 }
 
-template <int BITS>
-METAL_FUNC void unpack_chunk(const uint* words, int j, float* values) {
-  const Float8 weights = chunk_weights<BITS>(words, j);
-  memcpy(values, &weights, sizeof weights);
-}
-
 template <int BITS, typename T>
 METAL_FUNC Partial dot_chunk(const uint* words, int j, const Chunk<T>& x, Partial sum) {
-  return sum + chunk_weights<BITS>(words, j) * x.values;
+  return sum + unpack_chunk<BITS>(words, j) * x.values;
 }

@@ -64,8 +64,8 @@ class Launch:
 
     ``template`` gives the compile-time parameters in order. The grid is ``groups`` threadgroups (x, y) of
     ``simdgroups`` simdgroups each; the host back end runs a threadgroup as one simdgroup of one lane. An input
-    that this launch does not read has None for its dtype, and None is passed for it; an output that it does not write has
-    None for its shape, and is not returned. Fewer arguments cost less time.
+    that this launch does not read has None for its dtype, and None is passed for it; an output that it does not
+    write has None for its shape, and is not returned. Fewer arguments cost less time.
     """
 
     kernel: Kernel

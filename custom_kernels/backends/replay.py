@@ -77,7 +77,9 @@ class Recording:
         address, reads, _ = host.prepared(launch)
         call = ctypes.create_string_buffer(self._library.call_bytes())
         present = tuple(given(inputs))
-        if self._library.record(call, ctypes.c_void_p(address), ctypes.py_object(present), reads, ctypes.py_object(outputs), *launch.groups):
+        if self._library.record(
+            call, ctypes.c_void_p(address), ctypes.py_object(present), reads, ctypes.py_object(outputs), *launch.groups
+        ):
             raise NotRecordable(f"an input of {launch.kernel.name} had to be copied")
         slots = (ctypes.POINTER(ctypes.c_void_p) * MAX_ARRAYS)()
         count = self._library.memory_arguments(call, slots)

@@ -7,18 +7,12 @@
     for (uint row = threadgroup_position_in_grid.x; row < count; row += threadgroups_per_grid.x) {
       const uint id = uint(min(max(ids[row], 0), V - 1));
       for (uint block = self; block < BLOCKS; block += threads) {
-        uint words[BITS];
-        load_words<BITS>(w + (id * BLOCKS + block) * BITS, words);
-        const uint companion = id * (K / GROUP) + block * 32 / GROUP;
-        const float scale = float(scales[companion]), offset = float(biases[companion]);
+        Block<BITS, S> from;
+        load_block<BITS, GROUP, BLOCKS>(w, scales, biases, id, block, from);
         UNROLL
         for (uint j = 0; j < 4; ++j) {
-          float values[8];
-          unpack_chunk<BITS>(words, j, values);
-          UNROLL
-          for (uint e = 0; e < 8; ++e) {
-            out[row * K + block * 32 + j * 8 + e] = T(scale * values[e] + offset);
-          }
+          const Eight weights = unpack_chunk<BITS>(from.words, j);
+          store_eight(out + row * K + block * 32 + j * 8, weights, float(from.scale), float(from.offset));
         }
       }
     }

@@ -125,7 +125,11 @@ class DecoderLayer(nn.Module):
         for name in ("input_layernorm", "post_attention_layernorm"):
             setattr(self, name, build.norm(f"{path}.{name}", config.hidden_size, config.rms_norm_eps))
 
-    def __call__(self, x: mx.array, positions: Positions, cache: LinearKV | RingKV | None = None) -> mx.array:
+    def __call__(
+        self, x: mx.array, cache: LinearKV | RingKV | None = None, positions: Positions | None = None
+    ) -> mx.array:
+        """``positions`` are those after what ``cache`` holds, or from 0 on."""
+        positions = positions or Positions.after(cache, x.shape[1])
         x = self.self_attn(x, positions, cache, norm=self.input_layernorm, residual=x)
         return self.mlp(x, norm=self.post_attention_layernorm, residual=x)
 
@@ -189,10 +193,9 @@ class Model(nn.Module):
         """
         x = self.model.embed_tokens(tokens) if input_embeddings is None else input_embeddings
         x = x.astype(self.dtype)
-        if positions is None:
-            positions = Positions(cache[0].offset if cache else 0, x.shape[1])
+        positions = positions or Positions.after(cache[0] if cache else None, x.shape[1])
         for layer, state in zip(self.layers, cache or [None] * len(self.layers), strict=True):
-            x = layer(x, positions, state)
+            x = layer(x, state, positions)
         return self.model.norm(x)
 
     def head(self, hidden: mx.array) -> mx.array:

@@ -58,7 +58,7 @@ class ScriptedRunner:
         self.prompt_end = len(self.history)
         return self._logits()
 
-    def decode(self, token_id):
+    def decode(self, token_id, *, ahead=False):
         self._feed([token_id])
         return self._logits()
 

@@ -3,6 +3,7 @@
 #pragma once
 typedef unsigned int uint;
 typedef unsigned short ushort;
+typedef unsigned long ulong;
 typedef unsigned int uint32_t;
 typedef int int32_t;
 typedef long int64_t;
@@ -33,8 +34,13 @@ enum { mem_none, mem_device, mem_threadgroup };
 }
 void threadgroup_barrier(int);
 float simd_sum(float);
+float simd_max(float);
+float simd_shuffle_xor(float, ushort);
+float fabs(float);
+half2 fma(half2, half2, half2);
 float rsqrt(float);
 float exp(float);
+float tanh(float);
 template <typename T>
 T min(T, T);
 template <typename T>

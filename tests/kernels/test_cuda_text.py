@@ -9,7 +9,7 @@ import pytest
 
 from tests.kernels.variants import variants
 from turbospark_mlx.custom_kernels.backends import Backend, cuda
-from turbospark_mlx.custom_kernels.backends.kernel import null_pointers
+from turbospark_mlx.custom_kernels.backends.kernel import body
 
 TYPES = {
     mx.float32: "float",
@@ -33,7 +33,7 @@ def launches():
 
     def record(call, inputs):
         found.setdefault((call.kernel.name, call.template, call.input_dtypes), call)
-        return [mx.zeros(shape, dtype) for shape, dtype in zip(call.output_shapes, call.output_dtypes, strict=True)]
+        return [mx.zeros(shape, dtype) for _, shape, dtype in call.present_outputs]
 
     for function, arrays in variants(Backend("cuda", "gpu", "recorded, not run", record)):
         function(*arrays)
@@ -43,22 +43,22 @@ def launches():
 def function_text(call, name: str) -> str:
     """What `mx.fast.cuda_kernel` makes of a launch: the signature, the template parameters, the body."""
     kernel, arguments = call.kernel, []
-    for argument, dtype in call.present:
+    for argument, dtype in call.present_inputs:
         arguments.append(f"const {TYPES[dtype]}* {argument}")
         arguments += [
             f"const __grid_constant__ {kind} {argument}_{kind.lower()}"
             for kind in ("Shape", "Strides")
             if kernel.reads(argument, kind.lower())
         ]
-    arguments += [f"{TYPES[dtype]}* {name}" for name, dtype in zip(kernel.outputs, call.output_dtypes, strict=True)]
+    arguments += [f"{TYPES[dtype]}* {name}" for name, _, dtype in call.present_outputs]
     parameters = [
         f"using {key} = {TYPES[value]};"
         if isinstance(value, mx.Dtype)
         else f"constexpr {'bool' if isinstance(value, bool) else 'int'} {key} = {int(value)};"
         for key, value in call.template
     ]
-    body = "\n".join([*parameters, cuda.ATTRIBUTES, cuda.translate(null_pointers(call.absent) + kernel.source)])
-    return f'extern "C" __global__ void {name}({", ".join(arguments)}) {{\n{body}\n}}'
+    text = "\n".join([*parameters, cuda.ATTRIBUTES, cuda.translate(body(kernel, call.names))])
+    return f'extern "C" __global__ void {name}({", ".join(arguments)}) {{\n{text}\n}}'
 
 
 def test_translation_leaves_no_address_space():

@@ -172,7 +172,7 @@ def epilogue(qkv, rotation, heads, kv_heads, q_norm=None, k_norm=None, eps=None)
 def test_qkv_epilogue(backend, rng, batch, length, heads, kv_heads, head_dim, normed):
     qkv = normal(rng, batch, length, (heads + 2 * kv_heads) * head_dim)
     frequencies = 10000.0 ** (-np.arange(head_dim // 2) / (head_dim // 2))
-    rotation = ck.rotation_table(frequencies, 7, length)
+    rotation = mx.array(ck.rotation_table(frequencies, 7, length))
     angle = np.arange(7, 7 + length)[:, None] * frequencies
     assert oracle.relative_error(rotation, np.stack([np.cos(angle), np.sin(angle)], axis=-1)) < 1e-6
     options = {}
@@ -432,21 +432,63 @@ def test_decode_attention_at_other_head_sizes_and_views(backend, rng, head_dim, 
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
-@pytest.mark.parametrize("length", [1, 3, 20])
-def test_cache_attention_reads_the_first_rows_of_a_buffer(backend, rng, length, dtype):
+@pytest.mark.parametrize("length", [1, 3, 8])
+@pytest.mark.parametrize("capacity", [37, 64, 600])
+def test_cache_attention_reads_the_rows_up_to_the_last_query(backend, rng, length, capacity, dtype):
     keys = 37
     q = normal(rng, 2, 6, length, 16)
-    kv = mx.where(mx.arange(64)[:, None] >= keys, mx.nan, normal(rng, 2, 2, 3, 64, 16)).astype(dtype)
+    kv = mx.where(mx.arange(capacity)[:, None] >= keys, mx.nan, normal(rng, 2, 2, 3, capacity, 16)).astype(dtype)
     shown = np.broadcast_to(np.arange(keys) <= np.arange(keys - length, keys)[:, None], (2, 6, length, keys))
     k, v = (oracle.float64(a)[:, :, :keys] for a in kv)
     expected = oracle.attention(oracle.float64(q), k, v, 0.3, visible=shown)
     expected = expected.swapaxes(1, 2).reshape(2, length, -1)
-    options = {"keys": keys, "scale": 0.3, "mask": "causal"}
-    assert oracle.relative_error(ck.cache_attention(q, kv, **options, backend=backend), expected) < 1e-5
-    assert oracle.relative_error(sdpa.cache_attention_reference(q, kv, **options), expected) < 1e-5
-    for refused in (length - 1, 65):
-        with pytest.raises(OptionError, match=f"{refused} keys"):
-            ck.cache_attention(q, kv, keys=refused, scale=0.3, backend=backend)
+    start, options = mx.array([keys - length], mx.int32), {"scale": 0.3, "mask": "causal"}
+    assert oracle.relative_error(ck.cache_attention(q, kv, start, **options, backend=backend), expected) < 1e-5
+    assert oracle.relative_error(sdpa.cache_attention_reference(q, kv, start, **options), expected) < 1e-5
+    with pytest.raises(OptionError, match="do not fit"):
+        ck.cache_attention(q, kv[:, :1], start, scale=0.3, backend=backend)
+
+
+def test_a_ring_shows_all_its_rows_once_it_has_come_round(backend, rng):
+    q, kv = normal(rng, 1, 4, 1, 16), normal(rng, 2, 1, 2, 9, 16)
+    expected = oracle.attention(*(oracle.float64(a) for a in (q, kv[0], kv[1])), 0.3).reshape(1, 1, -1)
+    for position in (8, 9, 1000):
+        start = mx.array([position], mx.int32)
+        assert oracle.relative_error(ck.cache_attention(q, kv, start, scale=0.3, backend=backend), expected) < 1e-5
+        assert oracle.relative_error(sdpa.cache_attention_reference(q, kv, start, scale=0.3), expected) < 1e-5
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(
+    ("batch", "length", "position", "capacity"), [(1, 1, 5, 9), (2, 3, 0, 3), (1, 8, 100, 11), (1, 1, 11, 4)]
+)
+def test_qkv_append_writes_its_rows_and_no_others(backend, rng, batch, length, position, capacity, normed):
+    heads, kv_heads, head_dim = 6, 3, 16
+    qkv = normal(rng, batch, length, (heads + 2 * kv_heads) * head_dim)
+    rotation = mx.array(ck.rotation_table(10000.0 ** (-np.arange(8) / 8), position, length))
+    sizes = {"heads": heads, "kv_heads": kv_heads}
+    if normed:
+        sizes |= {"q_norm": normal(rng, head_dim), "k_norm": normal(rng, head_dim, dtype=mx.float16), "eps": 0.3}
+    cache = normal(rng, 2, batch, kv_heads, capacity, head_dim)
+    mx.eval(cache)
+    before, start = np.array(cache), mx.array([position], mx.int32)
+    q, kv = ck.qkv_epilogue(qkv, rotation, **sizes, backend=backend)
+    reference_q, reference_cache = rotary.qkv_append_reference(qkv, rotation, cache, start, **sizes)
+    mx.eval(reference_q, reference_cache)
+    found = ck.qkv_append(qkv, rotation, cache, start, **sizes, backend=backend)
+    np.testing.assert_array_equal(found, q)
+    expected = before.copy()
+    expected[..., [(position + i) % capacity for i in range(length)], :] = np.array(kv)
+    np.testing.assert_array_equal(cache, expected)
+    assert oracle.relative_error(reference_cache, expected) < 1e-5
+    assert oracle.relative_error(reference_q, np.array(q)) < 1e-5
+
+
+def test_qkv_append_refuses_a_cache_that_does_not_fit(backend):
+    qkv, table, start = mx.zeros((1, 2, 64)), mx.zeros((2, 4, 2)), mx.zeros((1,), mx.int32)
+    for cache in (mx.zeros((2, 1, 2, 1, 8)), mx.zeros((2, 1, 2, 9, 8), mx.float16), mx.zeros((2, 1, 1, 9, 8))):
+        with pytest.raises(OptionError, match="qkv_append: the cache is"):
+            ck.qkv_append(qkv, table, cache, start, heads=4, kv_heads=2, backend=backend)
 
 
 def test_decode_attention_reads_no_key_beyond_the_last(backend, rng):

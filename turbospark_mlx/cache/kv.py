@@ -10,6 +10,7 @@ Neither knows how attention is computed, nor quantized keys, nor that K and V ca
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from weakref import WeakSet
@@ -82,11 +83,13 @@ class _KV:
     def place(self, length: int, shape: Sequence[int] = (), dtype: mx.Dtype | None = None) -> mx.array:
         """Make room for ``length`` more tokens where `places` allows it; returns the buffer.
 
-        ``shape (B, KV, D)`` and ``dtype`` are for the first of all; later ones are like it. A kernel then writes position ``p`` into row ``p % capacity`` of the buffer ``[2, B,
-        KV, capacity, D]`` itself, and an output of that kernel is given to `written`.
+        ``shape (B, KV, D)`` and ``dtype`` are for the first of all; later ones are like it. A kernel then writes
+        position ``p`` into row ``p % capacity`` of the buffer ``[2, B, KV, capacity, D]`` itself, and an output of that
+        kernel is given to `written`.
         """
         end = self._end(length)
-        if self._given_out or any(mark.buffer is self._buffer for mark in self._marks):
+        held = self._given_out or any(mark.buffer is self._buffer for mark in self._marks)
+        if held and self._buffer is not None:
             self._settle()
             self._buffer, self._given_out = self._buffer * mx.array(1, self._buffer.dtype), False
         rows = end if self._most is None else min(end, self._most)
@@ -100,6 +103,13 @@ class _KV:
     def written(self, output: mx.array) -> None:
         """``output`` exists once the rows of `place` do. Nothing else tells MLX that the buffer has changed."""
         self._writer = output
+
+    def __deepcopy__(self, memo: dict) -> _KV:
+        # A copy of an array shares its memory.
+        self._give_out()
+        twin = copy.copy(self)
+        twin._history, twin._marks = copy.deepcopy(self._history, memo), WeakSet()
+        return twin
 
     def _give_out(self) -> None:
         self._settle()
@@ -152,7 +162,9 @@ class LinearKV(_KV):
     def _end(self, length: int) -> int:
         end = self.offset + length
         if self._most is not None and end > self._most:
-            raise ContextError(f"the cache holds {self._most} tokens; {end} are wanted. Open with a larger max_context.")
+            raise ContextError(
+                f"the cache holds {self._most} tokens; {end} are wanted. Open with a larger max_context."
+            )
         return end
 
     def _advance(self, end: int) -> None:
@@ -305,5 +317,6 @@ class RingKV(_KV):
 
     def rollback(self, mark: Mark) -> None:
         self.check(mark)
+        self._settle()
         self._buffer, self.offset, self._oldest = mark.buffer, mark.stamp.position, mark.oldest
         self._history.cut(self.offset)

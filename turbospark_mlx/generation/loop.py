@@ -40,7 +40,7 @@ class Runner(Protocol):
         self, ids: Sequence[int], *, progress: Progress | None, cancelled: Callable[[], bool] | None
     ) -> Any: ...
 
-    def decode(self, token_id: int) -> Any: ...
+    def decode(self, token_id: int, *, ahead: bool) -> Any: ...
 
     def reset(self) -> None: ...
 
@@ -141,6 +141,7 @@ class _Chooser:
         self._custom = request.sampler
         self._processors = tuple(request.logits_processors)
         self.seed = self._sampler.seed
+        self.takes_the_likeliest = not (self._processors or self._custom or request.sampling.draws)
 
     def __call__(self, logits, history):
         """``(token, logits)`` for a model's logits ``[vocab]`` behind the ids in ``history``."""
@@ -216,7 +217,7 @@ class _Answer:
                 "This answer cannot go on, because its runner has run something else since. Finish one answer before"
                 " the next, or give each its own runner."
             )
-        logits = self._runner.decode(history[-1])
+        logits = self._runner.decode(history[-1], ahead=self._chooser.takes_the_likeliest)
         self._decode_seconds += time.perf_counter() - began
         return logits
 

@@ -1,0 +1,167 @@
+"""The decode step as a whole gives the bits that its operations give one by one, and knows when it must not."""
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+from tests.families.oracles import PROMPT, assert_exact
+from turbospark_mlx.custom_kernels import backends, rms_norm
+from turbospark_mlx.custom_kernels.backends import compiler
+from turbospark_mlx.custom_kernels.backends.replay import NotRecordable, Recording
+from turbospark_mlx.runner import Runner
+from turbospark_mlx.testing import make_tiny_install
+
+needs_compiler = pytest.mark.skipif(not compiler.candidates(), reason="no C++ compiler on this machine")
+pytestmark = pytest.mark.skipif(mx.default_device() != mx.cpu, reason="the CPU's way")
+TOKENS = [int(t) for t in np.random.default_rng(3).integers(0, 320, 60)]
+
+
+@pytest.fixture(scope="module")
+def install(tmp_path_factory):
+    return {
+        variant: make_tiny_install("llama", tmp_path_factory.mktemp("step") / f"{variant}.gturbo", variant=variant)
+        for variant in ("llama", "mistral", "qwen3")
+    }
+
+
+def plain(model, caches, token):
+    """One token, one operation after the other."""
+    return model(mx.array([[token]]), cache=caches)[0, 0]
+
+
+def prefilled(model, caches, prompt):
+    """What is behind a prompt, as the runner computes it."""
+    return model.head(model.hidden(mx.array([prompt]), caches)[:, -1:])[0, 0]
+
+
+def follow(runner, tokens, prompt):
+    """Run ``tokens`` after ``prompt`` and beside it through the model's own operations; they must agree to the bit."""
+    caches = runner.model.make_cache(runner.max_context)
+    runner.reset()
+    assert_exact(runner.prefill(prompt), prefilled(runner.model, caches, prompt))
+    for token in tokens:
+        assert_exact(runner.decode(token), plain(runner.model, caches, token))
+    return caches
+
+
+@needs_compiler
+@pytest.mark.parametrize("prompt", [1, 5, 8, 250])
+@pytest.mark.parametrize("variant", ["llama", "mistral", "qwen3"])
+def test_a_recorded_step_gives_the_same_bits(install, variant, prompt):
+    """Over a window's edge, over a cache that grows, and again after it was emptied."""
+    with Runner.open(install[variant], kernels="host") as runner:
+        for _ in range(2):
+            follow(runner, TOKENS[:20], (PROMPT * 5)[:prompt])
+        assert runner.report().decode_step == "one list of kernels"
+
+
+@needs_compiler
+def test_a_step_after_going_back_is_the_step_that_was(install):
+    with Runner.open(install["mistral"], kernels="host") as runner:
+        runner.prefill(PROMPT[:20])
+        mark = runner.mark()
+        first = [np.array(runner.decode(t)) for t in TOKENS[:12]]
+        for _ in range(2):
+            runner.rollback(mark)
+            for ours, theirs in zip([runner.decode(t) for t in TOKENS[:12]], first, strict=True):
+                assert_exact(ours, theirs)
+
+
+@needs_compiler
+def test_a_step_notices_what_was_replaced(install):
+    with Runner.open(install["llama"], kernels="host") as runner:
+        caches = follow(runner, TOKENS[:3], PROMPT[:4])
+        layer = runner.model.layers[1]
+        layer.mlp.down_proj.scales = layer.mlp.down_proj.scales * 2
+        for token in TOKENS[3:6]:
+            assert_exact(runner.decode(token), plain(runner.model, caches, token))
+        layer.self_attn, runner.model.layers[0].self_attn = runner.model.layers[0].self_attn, layer.self_attn
+        for token in TOKENS[6:9]:
+            assert_exact(runner.decode(token), plain(runner.model, caches, token))
+        assert runner.report().decode_step == "one list of kernels"
+
+
+@needs_compiler
+def test_a_model_that_does_more_than_kernels_runs_one_operation_after_the_other(install):
+    class Halved(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def __call__(self, x, *, norm, residual):
+            return self.inner(x, norm=norm, residual=residual) * 0.5
+
+    with Runner.open(install["llama"], kernels="host") as runner:
+        caches = follow(runner, TOKENS[:3], PROMPT[:4])
+        runner.model.layers[0].mlp = Halved(runner.model.layers[0].mlp)
+        for token in TOKENS[3:8]:
+            assert_exact(runner.decode(token), plain(runner.model, caches, token))
+        assert "because input x of dequant_gemv_simd comes from an operation" in runner.report().decode_step
+
+
+@needs_compiler
+def test_two_runners_of_one_model_do_not_meet(install):
+    with Runner.open(install["qwen3"], kernels="host") as runner, Runner(runner.model, max_context=64) as other:
+        caches, others = (runner.model.make_cache(each.max_context) for each in (runner, other))
+        assert_exact(runner.prefill(PROMPT[:6]), prefilled(runner.model, caches, PROMPT[:6]))
+        assert_exact(other.prefill(PROMPT[6:9]), prefilled(runner.model, others, PROMPT[6:9]))
+        for token in TOKENS[:6]:
+            assert_exact(runner.decode(token), plain(runner.model, caches, token))
+            assert_exact(other.decode(token + 1), plain(runner.model, others, token + 1))
+
+
+@needs_compiler
+def test_a_recording_refuses_what_it_could_not_repeat():
+    backend = backends.select("host")
+    x, weight = mx.random.normal((1, 64)), mx.ones((64,))
+    mx.eval(x, weight)
+    options = {"eps": 1e-5, "backend": backend}
+    with Recording([x, weight]) as recording, pytest.raises(NotRecordable, match="input x of rms_norm comes from"):
+        rms_norm(rms_norm(x, weight, **options) + 1, weight, **options)
+    with Recording([x, weight]) as recording, pytest.raises(NotRecordable, match="the result comes from"):
+        recording.finish(mx.array(rms_norm(x, weight, **options)) + 0)
+    with Recording([x, weight]) as recording:
+        recording.finish(rms_norm(rms_norm(x, weight, **options), weight, **options))
+    np.array(x, copy=False)[...] = 3.0
+    np.testing.assert_allclose(recording.replay(), np.ones((1, 64)), rtol=1e-4)
+
+
+@pytest.mark.parametrize("variant", ["llama", "mistral"])
+@pytest.mark.parametrize("seed", range(4))
+def test_looking_ahead_changes_nothing(install, variant, seed):
+    """A GPU begins with the likeliest next token; here the same code runs on the reference back end."""
+    rng = np.random.default_rng(seed)
+    with (
+        Runner.open(install[variant], kernels="reference", max_context=60) as runner,
+        Runner.open(install[variant], kernels="reference", max_context=60) as oracle,
+    ):
+        runner._looks_ahead = True
+        marks, logits = [], None
+        for _ in range(60):
+            action = rng.choice(
+                ["likeliest", "other", "prefill", "mark", "rollback", "reuse"], p=[0.5, 0.2, *[0.075] * 4]
+            )
+            room = runner.max_context - runner.position
+            if action in ("likeliest", "other") and room and runner.position:
+                token = int(mx.argmax(logits)) if action == "likeliest" else int(rng.integers(320))
+                logits = runner.decode(token, ahead=bool(rng.integers(4)))
+                assert_exact(logits, oracle.decode(token))
+            elif action == "mark" and runner.position:
+                marks.append((runner.mark(), oracle.mark(), logits))
+            elif action == "rollback" and marks:
+                mark, other, logits = marks.pop()
+                runner.rollback(mark)
+                oracle.rollback(other)
+            elif action == "reuse" and runner.position > 1:
+                ids = runner.history[:-1]
+                assert runner.reuse(ids) == oracle.reuse(ids)
+                marks = []
+                ids = ids[runner.position :]
+                logits = runner.prefill(ids)
+                assert_exact(logits, oracle.prefill(ids))
+            elif room > 3:
+                ids = TOKENS[: int(rng.integers(1, 4))]
+                logits = runner.prefill(ids)
+                assert_exact(logits, oracle.prefill(ids))
+            assert runner.history == oracle.history
