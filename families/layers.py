@@ -71,8 +71,15 @@ class AffineLinear(nn.Module):
         if bias:
             self.bias = mx.zeros((outputs,), DTYPES[bias])
 
-    def __call__(self, x: mx.array, *, norm: RMSNorm | None = None, residual: mx.array | None = None) -> mx.array:
-        """``norm`` is applied to ``x`` before, ``residual`` is added after."""
+    def __call__(
+        self,
+        x: mx.array,
+        *,
+        norm: RMSNorm | None = None,
+        residual: mx.array | None = None,
+        softcap: float | None = None,
+    ) -> mx.array:
+        """``norm`` is applied to ``x`` before, ``residual`` is added after; see `affine_matmul` for ``softcap``."""
         return affine_matmul(
             x,
             self["weight"],
@@ -84,11 +91,12 @@ class AffineLinear(nn.Module):
             norm_weight=None if norm is None else norm["weight"],
             eps=None if norm is None else norm.eps,
             residual=residual,
+            softcap=softcap,
             backend=self._backend,
         )
 
-    def gated(self, x: mx.array, *, norm: RMSNorm) -> mx.array:
-        """``silu(gate) * up``, where the first half of the rows is the gate's; without bias."""
+    def gated(self, x: mx.array, *, norm: RMSNorm, activation: str = "silu") -> mx.array:
+        """``activation(gate) * up``, where the first half of the rows is the gate's; without bias."""
         return gated_affine_matmul(
             x,
             self["weight"],
@@ -96,6 +104,7 @@ class AffineLinear(nn.Module):
             self["biases"],
             bits=self.bits,
             group_size=self.group_size,
+            activation=activation,
             norm_weight=norm["weight"],
             eps=norm.eps,
             backend=self._backend,
@@ -191,8 +200,9 @@ class AffineEmbedding(nn.Module):
             backend=self._backend,
         )
 
-    def as_linear(self, x: mx.array) -> mx.array:
-        return affine_matmul(x, *self._parts(), bits=self.bits, group_size=self.group_size, backend=self._backend)
+    def as_linear(self, x: mx.array, *, softcap: float | None = None) -> mx.array:
+        options = {"bits": self.bits, "group_size": self.group_size, "softcap": softcap, "backend": self._backend}
+        return affine_matmul(x, *self._parts(), **options)
 
 
 class RMSNorm(nn.Module):

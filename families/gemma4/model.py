@@ -22,7 +22,17 @@ from turbospark_mlx.custom_kernels import backends, rms_norm
 from turbospark_mlx.errors import OptionError
 from turbospark_mlx.families.gemma4.config import FULL, SLIDING, Gemma4Config
 from turbospark_mlx.families.gemma4.weights import expected, experts
-from turbospark_mlx.families.layers import Builder, Format, Positions, RoPE, add_normed, gelu_tanh
+from turbospark_mlx.families.layers import (
+    AffineEmbedding,
+    AffineLinear,
+    Builder,
+    Format,
+    Positions,
+    RMSNorm,
+    RoPE,
+    add_normed,
+    gelu_tanh,
+)
 from turbospark_mlx.families.moe import route, routed_experts
 from turbospark_mlx.protocols import ExpertFactory
 
@@ -84,8 +94,12 @@ class FeedForward(nn.Module):
         )
         self.down_proj = build.linear(f"{path}.down_proj", wide, hidden)
 
-    def __call__(self, x: mx.array) -> mx.array:
-        gate, up = self._gate_up(x, self.gate_proj, self.up_proj)
+    def __call__(self, x: mx.array, *, norm: nn.Module) -> mx.array:
+        """``norm`` is applied to ``x`` before."""
+        joint = self._gate_up.joint(self.gate_proj, self.up_proj)
+        if joint is not None and isinstance(norm, RMSNorm):
+            return self.down_proj(joint.gated(x, norm=norm, activation="gelu_tanh"))
+        gate, up = self._gate_up(norm(x), self.gate_proj, self.up_proj)
         return self.down_proj(gelu_tanh(gate) * up)
 
 
@@ -145,17 +159,18 @@ class DecoderLayer(nn.Module):
     def __call__(
         self,
         x: mx.array,
-        positions: Positions,
         cache: LinearKV | RingKV | None = None,
+        positions: Positions | None = None,
         *,
         shared: KeysValues | None = None,
         layer_input: mx.array | None = None,
     ) -> tuple[mx.array, KeysValues]:
-        """See ``Attention``; ``layer_input [B, L, d]`` is what this layer is told about each token, in models that
-        have it."""
+        """See ``Attention``. ``positions`` are those after what ``cache`` holds, or from 0 on; ``layer_input [B, L,
+        d]`` is what this layer is told about each token, in models that have it."""
+        positions = positions or Positions.after(cache, x.shape[1])
         y, shared = self.self_attn(self.input_layernorm(x), positions, cache, shared)
         x = add_normed(x, self.post_attention_layernorm, y)
-        y = self.mixture(x) if "router" in self else self.mlp(self.pre_feedforward_layernorm(x))
+        y = self.mixture(x) if "router" in self else self.mlp(x, norm=self.pre_feedforward_layernorm)
         if layer_input is None:
             return add_normed(x, self.post_feedforward_layernorm, y, scale=self["layer_scalar"]), shared
         x = add_normed(x, self.post_feedforward_layernorm, y)
@@ -167,7 +182,7 @@ class DecoderLayer(nn.Module):
         rows = x.reshape(-1, x.shape[-1])
         indices, weights = self.router(rows)
         pending = self.experts.switch_glu.begin(indices)
-        dense = self.post_feedforward_layernorm_1(self.mlp(self.pre_feedforward_layernorm(x)))
+        dense = self.post_feedforward_layernorm_1(self.mlp(x, norm=self.pre_feedforward_layernorm))
         routed = self.experts.switch_glu.finish(
             pending, self.pre_feedforward_layernorm_2(rows), weights, meanwhile=(dense,)
         )
@@ -259,14 +274,13 @@ class Model(nn.Module):
         x = self.model.embed_tokens(tokens) if input_embeddings is None else input_embeddings
         x = x.astype(self.dtype) * self.args.hidden_size**0.5
         inputs = self.model.layer_inputs(tokens, x)
-        if positions is None:
-            positions = Positions(cache[0].offset if cache else 0, x.shape[1])
+        positions = positions or Positions.after(cache[0] if cache else None, x.shape[1])
         visible = []
         for number, layer in enumerate(self.layers):
             x, keys_values = layer(
                 x,
-                positions,
                 cache[number] if cache and number < len(cache) else None,
+                positions,
                 shared=visible[layer.kv_source] if layer.kv_source < number else None,
                 layer_input=None if inputs is None else inputs[:, :, number],
             )
@@ -274,10 +288,13 @@ class Model(nn.Module):
         return self.model.norm(x)
 
     def head(self, hidden: mx.array) -> mx.array:
-        """Logits ``[..., vocab]`` of hidden states ``[..., hidden]``, softly capped in float32 where the model is."""
-        logits = self.lm_head(hidden) if "lm_head" in self else self.model.embed_tokens.as_linear(hidden)
-        cap = self.args.final_logit_softcapping
-        return logits if cap is None else mx.tanh(logits.astype(mx.float32) / cap) * cap
+        """Logits ``[..., vocab]`` of hidden states ``[..., hidden]``, capped in float32 where they are capped."""
+        table, cap = self.get("lm_head", self.model.embed_tokens), self.args.final_logit_softcapping
+        product = table if "lm_head" in self else table.as_linear
+        if isinstance(table, AffineLinear | AffineEmbedding):
+            return product(hidden, softcap=cap)
+        logits = product(hidden)
+        return logits if cap is None else (mx.tanh(logits.astype(mx.float32) / cap) * cap).astype(logits.dtype)
 
     def __call__(
         self,
