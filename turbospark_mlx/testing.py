@@ -7,6 +7,7 @@
 
 A variant is a configuration that reaches some switch of its family. Weights are random but never zero or one where that
 would hide a fault: matrices have a spread of 0.15, norms are near 1, biases have a spread of 0.3.
+``make_shaped_install`` writes installs of published models' sizes instead.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import numpy as np
 from turbospark_mlx.errors import OptionError
 from turbospark_mlx.families import family_for_model_type
 from turbospark_mlx.protocols import Placement
+from turbospark_mlx.shaped import make_shaped_install as make_shaped_install
 
 WINDOW = 8
 """The sliding window of every variant that has one."""
@@ -237,9 +239,16 @@ def tiny_checkpoint(
     path.mkdir(parents=True, exist_ok=True)
     arrays = {name: mx.array(a).astype(getattr(mx, dtype)) for name, a in tiny_weights(config, seed).items()}
     mx.save_safetensors(str(path / "model.safetensors"), arrays, {"format": "pt"})
+    for name, data in tokenizer_files({**config, "torch_dtype": dtype}).items():
+        (path / name).write_bytes(data)
+    return path
+
+
+def tokenizer_files(config: Mapping[str, Any]) -> dict[str, bytes]:
+    """The files of a byte-level BPE tokenizer with a ChatML template; config.json too, with its end token."""
     eos = _SPECIAL.index("<|im_end|>")
     files = {
-        "config.json": {**config, "torch_dtype": dtype, "eos_token_id": eos},
+        "config.json": {**config, "eos_token_id": eos},
         "generation_config.json": {"eos_token_id": [eos, _SPECIAL.index("<|endoftext|>")]},
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -249,11 +258,11 @@ def tiny_checkpoint(
             "clean_up_tokenization_spaces": False,
         },
     }
-    for name, content in files.items():
-        (path / name).write_text(json.dumps(content, indent=2))
-    (path / "tokenizer.json").write_text(_tokenizer().to_str(pretty=True))
-    (path / "chat_template.jinja").write_text(_CHATML)
-    return path
+    return {
+        **{name: json.dumps(content, indent=2).encode() for name, content in files.items()},
+        "tokenizer.json": _tokenizer().to_str(pretty=True).encode(),
+        "chat_template.jinja": _CHATML.encode(),
+    }
 
 
 def make_tiny_install(

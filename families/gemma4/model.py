@@ -252,6 +252,7 @@ class Model(nn.Module):
         """
         super().__init__()
         self.args, self.model_type, self.dtype, self.fused = config, config.model_type, dtype, fused
+        self.experts = experts
         self.parameter_count = sum(map(prod, expected(config).values()))
         self.backend = backend or backends.select()
         build = Builder(self.backend, dtype, formats or {}, fused, experts)

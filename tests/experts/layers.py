@@ -108,3 +108,8 @@ def inputs(rng, spec: ExpertSpec, rows: int) -> tuple[mx.array, mx.array]:
     x = mx.array(rng.normal(size=(rows, spec.hidden)).astype(np.float32) / 8)
     weights = rng.random((rows, spec.top_k)).astype(np.float32) + 0.1
     return x, mx.array(weights / weights.sum(axis=1, keepdims=True))
+
+
+def slots_for(residency: str, slots: int) -> dict[str, int]:
+    """The option, where there are slots."""
+    return {"slots": slots} if residency == "streamed" else {}

@@ -61,7 +61,7 @@ def test_a_mixture_is_its_equation(written, backend, spec, formats, rows):
         y = experts.finish(experts.begin(indices), x, weights)
         assert y.dtype == x.dtype
         assert oracle.relative_error(y, expected) < 2e-5
-        reference = expert_mixture_reference(experts._arena, indices, x, weights)
+        reference = expert_mixture_reference(experts.arena, indices, x, weights)
         assert oracle.relative_error(reference, expected) < 2e-5
 
 
@@ -83,7 +83,7 @@ def test_parts_of_a_mixture_are_the_whole(written, backend):
     made, rng, rows = written("silu", "int4"), np.random.default_rng(4), 20
     indices, (x, weights) = layers.route(rng, made.spec, rows), layers.inputs(rng, made.spec, rows)
     with made.open() as install, open_experts(install, backend=backend, residency="resident") as store:
-        arena = store(0, made.spec)._arena
+        arena = store(0, made.spec).arena
         whole = expert_mixture(arena, indices, x, weights, backend=backend)
         mixture, flat = Mixture(x, weights, blob=arena.blob, backend=backend), np.array(indices).ravel()
         for chosen in (flat % 3 == 1, flat % 3 == 0, flat % 3 == 2):
@@ -107,7 +107,7 @@ def test_shapes_and_slots_that_do_not_fit_are_refused(written):
     made, backend = written("silu", "int4"), select("reference")
     x, weights = layers.inputs(np.random.default_rng(0), made.spec, 2)
     with made.open() as install, open_experts(install, backend=backend, residency="resident") as store:
-        arena = store(0, made.spec)._arena
+        arena = store(0, made.spec).arena
         good = mx.zeros((2, 4), mx.uint32)
         for arrays in [(good[:1], x, weights), (good, x[:, :64], weights), (good, x, weights[:, :3])]:
             with pytest.raises(OptionError, match=r"needed are \[rows, 128\]"):

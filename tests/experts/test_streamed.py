@@ -180,7 +180,10 @@ def test_rows_beyond_the_scratch_memory_are_cut_alike_everywhere(written, backen
     work = steps(5, sizes=(7, 8, 1, 30))
     expected = run_resident(written, backend, work)
     for residency in ("streamed", "mapped"):
-        with written.open() as install, open_experts(install, backend=backend, residency=residency, slots=5) as store:
+        with (
+            written.open() as install,
+            open_experts(install, backend=backend, residency=residency, **layers.slots_for(residency, 5)) as store,
+        ):
             assert same(run(store, work), expected)
             assert store.most_rows == 7
 
@@ -266,6 +269,9 @@ def test_top_k_of_one_in_one_slot(tmp_path, backend):
     work = [(layers.route(rng, spec, rows), *layers.inputs(rng, spec, rows)) for rows in (1, 6, 1)]
     outputs = []
     for residency in ("resident", "streamed"):
-        with made.open() as install, open_experts(install, backend=backend, residency=residency, slots=1) as store:
+        with (
+            made.open() as install,
+            open_experts(install, backend=backend, residency=residency, **layers.slots_for(residency, 1)) as store,
+        ):
             outputs.append(run(store, work, spec, 1))
     assert same(*outputs)

@@ -45,22 +45,30 @@ def run(
     if destination.exists() and path.samefile(destination):
         raise OptionError(f"{destination}: is the source itself. Choose another destination.")
     with _open(path, model_id or repository) as opened:
-        made = plan(opened, options)
-        with Staging(destination, overwrite=overwrite) as staging:
-            report = ConversionReport(
-                destination=staging.destination,
-                model_id=opened.model_id,
-                source_kind=opened.kind,
-                family=opened.family.name,
-                dropped=made.dropped,
-                exceptions=made.exceptions,
-                ignored=opened.ignored,
-                cleared=staging.cleared,
-            )
-            writer = _write(opened, made, staging.directory, report, progress)
-            staging.commit()
-            writer.write_receipt(staging.destination)
+        report = write_source(opened, destination, options, overwrite=overwrite, progress=progress)
     report.seconds = time.monotonic() - start
+    return report
+
+
+def write_source(
+    source: Source, destination: Path, options: Options, *, overwrite: bool, progress: bool
+) -> ConversionReport:
+    """Write the install that ``source`` becomes. Raises as ``turbospark_mlx.convert.convert`` does."""
+    made = plan(source, options)
+    with Staging(destination, overwrite=overwrite) as staging:
+        report = ConversionReport(
+            destination=staging.destination,
+            model_id=source.model_id,
+            source_kind=source.kind,
+            family=source.family.name,
+            dropped=made.dropped,
+            exceptions=made.exceptions,
+            ignored=source.ignored,
+            cleared=staging.cleared,
+        )
+        writer = _write(source, made, staging.directory, report, progress)
+        staging.commit()
+        writer.write_receipt(staging.destination)
     return report
 
 

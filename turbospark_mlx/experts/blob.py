@@ -12,25 +12,9 @@ from turbospark_mlx.protocols import ExpertSpec
 
 
 def describe(place: ExpertLayer, spec: ExpertSpec, label: str) -> ExpertBlob:
-    """The blob of a layer's experts. Raises InstallError, naming the file ``label``, where it does not hold what the
-    model's configuration calls for, or holds it in a way that nothing here computes with."""
+    """The blob of a layer's experts, whose names and shapes are ``spec``'s (see ``loader.check_tensors``). Raises
+    InstallError, naming the file ``label``, for what nothing here computes with."""
     where = f"{label}: the experts of layer {place.layer}"
-    if len(place.offsets) != spec.num_experts:
-        raise InstallError(
-            f"{where} are {len(place.offsets)}; manifest.json calls for {spec.num_experts}. Convert the model again."
-        )
-    wanted = spec.tensors
-    for name, shape in wanted.items():
-        if name not in place.tensors:
-            raise InstallError(f"{where} lack {name}. Convert the model again.")
-        if place.tensors[name].shape != shape:
-            raise InstallError(
-                f"{where} have {name} {list(place.tensors[name].shape)}; manifest.json calls for {list(shape)}."
-                " Convert the model again."
-            )
-    companions = {f"{name}_{kind}" for name in MATRICES for kind in ("scales", "biases")}
-    if extra := [role for role in place.tensors if role not in wanted and role not in companions]:
-        raise InstallError(f"{where} have {extra[0]}, which the model does not use. Convert the model again.")
     try:
         return ExpertBlob(
             *(_matrix(place, name, where) for name in MATRICES),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from turbospark_mlx.gturbo.files import spell_bytes
+
 
 @dataclass
 class ExpertCounters:
@@ -29,3 +31,9 @@ class ExpertCounters:
 
     def __add__(self, other: ExpertCounters) -> ExpertCounters:
         return ExpertCounters(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def __str__(self) -> str:
+        if self.hit_rate is None:
+            return "nothing read yet"
+        speed = f" at {spell_bytes(round(self.bytes_read / self.read_seconds))}/s" if self.read_seconds else ""
+        return f"{self.hit_rate:.0%} hits, {spell_bytes(self.bytes_read)} read{speed}"

@@ -54,6 +54,9 @@ def _adopted(memory: np.ndarray, place: ExpertLayer) -> mx.array | None:
 class _Copied:
     """The experts that a chunk wants are copied from the map into an array of that moment."""
 
+    idle = False
+    """See ``ExpertStore.idle``."""
+
     def __init__(self, blob: ExpertBlob, blobs: list[np.ndarray], backend: Backend, file: OpenFile):
         self._blob, self._blobs, self._backend, self._file = blob, blobs, backend, file
         self._most = max(1, SCRATCH_BYTES // blobs[0].nbytes)
@@ -65,7 +68,7 @@ class _Copied:
     def finish(
         self, pending: mx.array, x: mx.array, weights: mx.array, *, meanwhile: tuple[mx.array, ...] = ()
     ) -> mx.array:
-        if x.shape[0] == 0:
+        if self.idle or x.shape[0] == 0:
             return mx.zeros(x.shape, x.dtype)
         self._file.check_unchanged()
         mx.async_eval(*meanwhile, x, weights)

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from turbospark_mlx.admission import whole_number
 from turbospark_mlx.errors import OptionError
-from turbospark_mlx.gturbo import ExpertsLayout
+from turbospark_mlx.gturbo import ExpertsLayout, Install
 from turbospark_mlx.gturbo.files import spell_bytes
 
 Residency = Literal["auto", "resident", "streamed", "mapped"]
@@ -44,6 +44,8 @@ def resolve(layout: ExpertsLayout, top_k: int, *, residency: str, slots: int | s
     if residency not in get_args(Residency):
         raise OptionError(f"residency={residency!r}: possible are {', '.join(get_args(Residency))}.")
     asked = None if slots == "auto" else whole_number("expert_slots", slots)
+    if asked is not None and residency in ("resident", "mapped"):
+        raise OptionError(f"expert_slots={asked}: there are no slots with residency={residency!r}. Leave one out.")
     slot_bytes = sum(layer.stride for layer in layout.layers)
     experts, layers = layout.experts_per_layer, len(layout.layers)
     whole = experts * slot_bytes
@@ -77,6 +79,23 @@ def resolve(layout: ExpertsLayout, top_k: int, *, residency: str, slots: int | s
             f" ({spell_bytes(top_k * slot_bytes)}) are needed."
         )
     return Resolved(residency, reason, count, why, needed)
+
+
+def least_bytes(install: Install, *, residency: str, slots: int | str, fused: bool = True) -> int:
+    """The least memory that experts opened with these options take; all of it where they are parameters. Raises
+    OptionError for options that do not go with the install, or with ``fused=False``."""
+    given = {"residency": residency, "expert_slots": slots}
+    if named := [f"{name}={value!r}" for name, value in given.items() if value != "auto"]:
+        if not install.experts:
+            raise OptionError(f"{named[0]}: {install.path} has no routed experts. Leave it out.")
+        if not fused:
+            raise OptionError(f"{named[0]}: with fused=False experts are parameters, all in memory. Leave it out.")
+    if residency == "resident" or not fused:
+        return install.experts.nbytes
+    if residency == "mapped":
+        return 0
+    count = install.arch["topKExperts"] if slots == "auto" else whole_number("expert_slots", slots)
+    return min(count, install.experts.experts_per_layer) * sum(layer.stride for layer in install.experts.layers)
 
 
 def _slots(asked: int | None, top_k: int, experts: int, slot_bytes: int, room: int) -> tuple[int, str]:

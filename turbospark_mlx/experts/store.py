@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import mlx.core as mx
 
 from turbospark_mlx.admission import available_bytes
-from turbospark_mlx.custom_kernels import ExpertArena
+from turbospark_mlx.custom_kernels import ExpertArena, expert_mixture
 from turbospark_mlx.custom_kernels.backends import Backend
-from turbospark_mlx.errors import InstallError, OptionError
+from turbospark_mlx.errors import OptionError
 from turbospark_mlx.experts.blob import describe, used_bytes
 from turbospark_mlx.experts.chunks import most_rows
 from turbospark_mlx.experts.counters import ExpertCounters
@@ -35,15 +38,9 @@ class ExpertStore:
         self._most_rows: int | None = None
 
     def __call__(self, position: int, spec: ExpertSpec) -> Experts:
-        """The experts of the ``position``-th layer that has any. Raises InstallError where the install does not hold
-        them, or where reading them fails; OptionError for fewer slots than a token needs."""
-        layout = self._install.experts
-        if position >= len(layout.layers):
-            raise InstallError(
-                f"{self._install.path}: the model of manifest.json has more than the {len(layout.layers)} layers with"
-                " experts that packed_experts holds. Convert the model again."
-            )
-        place, file = layout.layers[position], self._install.expert_file(position)
+        """The experts of the ``position``-th layer that has any. Raises InstallError where nothing computes with them,
+        or where reading them fails; OptionError for fewer slots than a token needs."""
+        place, file = self._install.experts.layers[position], self._install.expert_file(position)
         blob, used = describe(place, spec, file.label), used_bytes(place)
         rows = most_rows(spec.top_k, spec.hidden)
         self._most_rows = min(rows, self._most_rows or rows)
@@ -76,6 +73,39 @@ class ExpertStore:
     def most_rows(self) -> int | None:
         """The longest chunk of a prompt within which every expert is read at most once; None without layers."""
         return self._most_rows
+
+    @property
+    def reads_files(self) -> bool:
+        """Whether the install's files are needed as long as the model is."""
+        return self.resolved.residency != "resident"
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the router's choice comes to the host, so that no step can be laid out before it runs."""
+        return self._backend.device == "cpu" or not all(isinstance(layer, InPlace) for layer in self._layers.values())
+
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """Inside, mixtures are zeros, and nothing is read or counted: for what is run to compile its kernels."""
+        for layer in self._layers.values():
+            layer.idle = True
+        try:
+            yield
+        finally:
+            for layer in self._layers.values():
+                layer.idle = False
+
+    def compile_kernels(self, rows: Iterable[int]) -> None:
+        """Mix zeros, for each number of ``rows`` an expert, so that no kernel is compiled in the middle of an answer.
+        MLX's own operations, which GPUs run, need none."""
+        if self._backend.name != "host":
+            return
+        layers = {layer.arena.blob: layer.arena for _, layer in sorted(self._layers.items(), reverse=True)}
+        for blob, arena in layers.items():
+            for count in rows:
+                slots = mx.zeros((count, 1), mx.int32)
+                x = mx.zeros((count, blob.gate.columns))
+                mx.eval(expert_mixture(arena, slots, x, mx.zeros((count, 1)), backend=self._backend))
 
     @property
     def counters(self) -> list[ExpertCounters]:

@@ -71,6 +71,9 @@ class _Pending:
 class Streamed:
     """The experts of one layer over an arena of slots."""
 
+    idle = False
+    """See ``ExpertStore.idle``."""
+
     def __init__(
         self,
         arena: ExpertArena,
@@ -83,7 +86,7 @@ class Streamed:
     ):
         """``position`` counts the layers that have experts, ``read_bytes`` is what is read of each blob."""
         self.table, self.counters = table, ExpertCounters()
-        self._arena, self._position, self._reader, self._backend = arena, position, reader, backend
+        self.arena, self._position, self._reader, self._backend = arena, position, reader, backend
         self._buffers = [blob[:read_bytes] for blob in arena.blobs]
         self._in_flight: Reads | None = None
         self._unevaluated: list[tuple[frozenset[int], list[mx.array]]] = []
@@ -92,10 +95,12 @@ class Streamed:
         """On a CPU the experts that are missing begin to be read here. On a GPU the router is set going, or, once every
         expert is here to stay, nobody waits for it any more."""
         pending = _Pending(indices)
+        if self.idle:
+            return pending
         if self._backend.device == "cpu":
             pending.chosen = self._host(indices)
             if pending.chosen.size:
-                rows = most_rows(indices.shape[1], self._arena.blob.gate.columns)
+                rows = most_rows(indices.shape[1], self.arena.blob.gate.columns)
                 pending.chunk, pending.batch = self._open(pending.chosen[:rows])
         elif self.table.holds_all:
             pending.slots = self._slot_map[indices]
@@ -106,7 +111,7 @@ class Streamed:
     def finish(
         self, pending: _Pending, x: mx.array, weights: mx.array, *, meanwhile: tuple[mx.array, ...] = ()
     ) -> mx.array:
-        if x.shape[0] == 0:
+        if self.idle or x.shape[0] == 0:
             return mx.zeros(x.shape, x.dtype)
         if pending.slots is not None:
             return mix_in_parts(self._mix_slots, pending.slots, x, weights)
@@ -133,7 +138,7 @@ class Streamed:
         return mx.array(np.argsort(self.table.expert_of).astype(np.uint32))
 
     def _mix_slots(self, slots: mx.array, x: mx.array, weights: mx.array) -> mx.array:
-        return expert_mixture(self._arena, slots, x, weights, backend=self._backend)
+        return expert_mixture(self.arena, slots, x, weights, backend=self._backend)
 
     def _host(self, indices: mx.array) -> np.ndarray:
         chosen, count = np.array(indices), len(self.table.use_count)
@@ -150,7 +155,7 @@ class Streamed:
             y = self._mix_slots(mx.array(slot_of[chosen]), x, weights)
             self._will_read(batch.plan.slots, [y])
             return y
-        mixture = Mixture(x, weights, blob=self._arena.blob, backend=self._backend)
+        mixture = Mixture(x, weights, blob=self.arena.blob, backend=self._backend)
         flat = chosen.ravel()
         while batch is not None:
             self._complete(batch)
@@ -160,7 +165,7 @@ class Streamed:
                 following = self._start(more, protected=plan.slots)
             slot_of[list(plan.experts)] = plan.slots
             pairs = np.flatnonzero(np.isin(flat, plan.experts))
-            made = mixture.add(self._arena, pairs, slot_of[flat[pairs]])
+            made = mixture.add(self.arena, pairs, slot_of[flat[pairs]])
             self._will_read(plan.slots, made)
             if following is None and (more := chunk.take(len(self.table))):
                 following = self._start(more)
