@@ -62,8 +62,8 @@ def _product(matrix: BlobMatrix, views: list[np.ndarray], x: np.ndarray, backend
 
 def _gemv(matrix: BlobMatrix, views: list[np.ndarray], x: np.ndarray) -> np.ndarray:
     sizes = gemv.TOGETHER["host"] if len(x) > 1 else (1,)
-    most = max(size for size in sizes if size == 1 or 4 * size * matrix.columns <= gemv.STAGED_BYTES["host"])
-    options = (matrix.rows, matrix.bits, matrix.group_size, False, 0.0, False, matrix.dtype, mx.float32, None, None)
+    most = max(size for size in sizes if size == 1 or gemv.fits("host", size, matrix.columns, mx.float32))
+    options = (matrix.rows, matrix.bits, matrix.group_size, gemv.Form(), matrix.dtype, mx.float32, None, None)
     parts = []
     for start in range(0, len(x), most):
         part = x[start : start + most]
