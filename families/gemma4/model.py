@@ -27,6 +27,7 @@ from turbospark_mlx.families.layers import (
     AffineLinear,
     Builder,
     Format,
+    Module,
     Positions,
     RMSNorm,
     RoPE,
@@ -41,7 +42,7 @@ Visible = tuple[mx.array, mx.array | None]
 """Keys and values ``[B, KV, S, D]`` in time order, or a cache's buffer ``[2, B, KV, capacity, D]`` and None."""
 
 
-class Attention(nn.Module):
+class Attention(Module):
     """Grouped-query attention over a window or over everything, with keys and values of its own or of another layer."""
 
     def __init__(self, config: Gemma4Config, number: int, rope: RoPE, build: Builder):
@@ -136,7 +137,7 @@ class Attention(nn.Module):
         return y.transpose(0, 2, 1, 3).reshape(B, L, -1)
 
 
-class FeedForward(nn.Module):
+class FeedForward(Module):
     """GeGLU (Shazeer 2020, arXiv:2002.05202): ``down(gelu(gate(x)) * up(x))``."""
 
     def __init__(self, config: Gemma4Config, number: int, build: Builder):
@@ -156,7 +157,7 @@ class FeedForward(nn.Module):
         return self.down_proj(gelu_tanh(gate) * up)
 
 
-class Router(nn.Module):
+class Router(Module):
     """Chooses experts from the residual stream itself, normalised and scaled; weights need not add up to 1."""
 
     def __init__(self, config: Gemma4Config, number: int, build: Builder):
@@ -176,7 +177,7 @@ class Router(nn.Module):
         return indices, weights * self["per_expert_scale"].astype(mx.float32)[indices]
 
 
-class Experts(nn.Module):
+class Experts(Module):
     """What the checkpoint calls ``experts``: the routed ones, wherever they live."""
 
     def __init__(self, config: Gemma4Config, number: int, build: Builder):
@@ -185,7 +186,7 @@ class Experts(nn.Module):
         self.switch_glu = routed_experts(path, number, experts(config)[path], build)
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(Module):
     def __init__(self, config: Gemma4Config, number: int, rope: RoPE, build: Builder):
         super().__init__()
         path, hidden = f"model.layers.{number}", config.hidden_size
@@ -242,7 +243,7 @@ class DecoderLayer(nn.Module):
         return add_normed(dense, self.post_feedforward_layernorm_2, routed.reshape(x.shape))
 
 
-class Decoder(nn.Module):
+class Decoder(Module):
     """Embeddings, layers and final norm: what the checkpoint calls ``model``."""
 
     def __init__(self, config: Gemma4Config, build: Builder):
@@ -280,7 +281,7 @@ class Decoder(nn.Module):
         return (self.per_layer_projection_norm(projected) + known) * 2**-0.5
 
 
-class Model(nn.Module):
+class Model(Module):
     """A model of the family. It follows the protocol that mlx-lm's tools call: ``model(tokens, cache=...)``,
     ``model.layers``, ``model.make_cache()``, ``model.args``."""
 
