@@ -36,8 +36,8 @@
         float first = float(from[i]), second = float(from[i + D / 2]);
         if (part < 2) {
           if (NORM) {
-            first *= inverse_rms * float(part == 0 ? q_norm[i] : k_norm[i]);
-            second *= inverse_rms * float(part == 0 ? q_norm[i + D / 2] : k_norm[i + D / 2]);
+            first *= inverse_rms * (part == 0 ? float(q_norm[i]) : float(k_norm[i]));
+            second *= inverse_rms * (part == 0 ? float(q_norm[i + D / 2]) : float(k_norm[i + D / 2]));
           }
           const float cosine = rotation[(l * (D / 2) + i) * 2], sine = rotation[(l * (D / 2) + i) * 2 + 1];
           const float turned = first * cosine - second * sine;
