@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from turbospark_mlx.convert.affine import quantize_affine
+from turbospark_mlx.convert.install_source import open_install
 from turbospark_mlx.gturbo import Install
 from turbospark_mlx.testing import tiny_config, tiny_weights
 
@@ -169,6 +170,23 @@ def test_an_install_converts_to_itself_and_can_be_requantized(tmp_path, variant)
     with Install.open(tmp_path / "three.gturbo") as install:
         tensor = install.experts.layers[-1].tensors["down"]
         assert (tensor.format.bits, tensor.format.group_size) == (4, 32)
+
+
+def test_stacks_of_an_install_are_read_from_any_row_to_any_row(tmp_path):
+    """Also within an expert and across several."""
+    values = values_of("qwen3-moe")
+    run(
+        write_checkpoint(tmp_path / "source", tiny_config("llama", "qwen3-moe"), plain(values)),
+        tmp_path / "one.gturbo",
+        bits=16,
+    )
+    name = "model.layers.2.mlp.switch_mlp.up_proj.weight"
+    rows = bfloat16(values[name]).reshape(8 * 64, 64)
+    with open_install(tmp_path / "one.gturbo", None) as source:
+        tensor = source.tensors[f"language_model.{name}"]
+        assert (tensor.shape, tensor.rows) == ((8, 64, 64), 512)
+        for start, stop in ((0, 1), (10, 20), (64, 128), (60, 70), (63, 257), (0, 512), (511, 512)):
+            np.testing.assert_array_equal(tensor.read(start, stop), rows[start:stop], err_msg=f"{start} to {stop}")
 
 
 def test_layers_without_experts_are_said_in_the_extension(tmp_path):
