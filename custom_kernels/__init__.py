@@ -6,7 +6,9 @@ in float32. A reference is the op's definition and may be slow.
 
 from turbospark_mlx.custom_kernels import backends
 from turbospark_mlx.custom_kernels.affine import affine_embedding, affine_matmul, gated_affine_matmul
+from turbospark_mlx.custom_kernels.append_attention import append_attention
 from turbospark_mlx.custom_kernels.dense import dense_matmul
+from turbospark_mlx.custom_kernels.emulator import emulate
 from turbospark_mlx.custom_kernels.expert_arena import BlobMatrix, ExpertArena, ExpertBlob
 from turbospark_mlx.custom_kernels.experts import Mixture, expert_mixture
 from turbospark_mlx.custom_kernels.head import greedy_head
@@ -22,11 +24,13 @@ __all__ = [
     "add_rms_norm",
     "affine_embedding",
     "affine_matmul",
+    "append_attention",
     "appends",
     "attention",
     "backends",
     "cache_attention",
     "dense_matmul",
+    "emulate",
     "expert_mixture",
     "gated_affine_matmul",
     "gated_rms_norm",

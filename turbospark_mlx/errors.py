@@ -39,6 +39,17 @@ class BackendError(TurbosparkError):
     """A kernel back end is missing, or cannot serve what was asked of it."""
 
 
+class KernelFault(BackendError):
+    """A Metal kernel breaks a rule: of the language, of its memory, or between its threads.
+
+    ``kind`` is a word for the rule: see docs/kernels.md.
+    """
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
 def explain_import_error(error: ImportError) -> BackendError | None:
     """What to install where MLX itself does not load; None for any other failed import."""
     # A compiled module that does not load is named by its last part only, so its path has to say whose it is.

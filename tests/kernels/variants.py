@@ -1,12 +1,14 @@
-"""Calls of every kernel in the variants that models use, as (function, example arrays) to be traced, not run."""
+"""Calls of every kernel in the variants that models use, as (function, random arrays); small where that is the same."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
 
 import mlx.core as mx
+import numpy as np
 
 from turbospark_mlx import custom_kernels as ck
 from turbospark_mlx.custom_kernels import gemv
+from turbospark_mlx.custom_kernels.append_attention import append_attention_reference
 from turbospark_mlx.custom_kernels.backends import Backend
 
 Call = tuple[Callable[..., mx.array], list[mx.array]]
@@ -14,18 +16,27 @@ Call = tuple[Callable[..., mx.array], list[mx.array]]
 DTYPES = (mx.float16, mx.bfloat16, mx.float32)
 
 
+def normal(*shape, dtype=mx.float32, scale=1.0):
+    """The same numbers for the same shape, so that two back ends are given the same."""
+    values = np.random.default_rng(shape).normal(scale=scale, size=shape)
+    return mx.array(values.astype(np.float32)).astype(dtype)
+
+
+def packed(rows, columns, bits, group_size, companions):
+    """An affine-quantized matrix as its three arrays."""
+    rng = np.random.default_rng((rows, columns, bits))
+    words = mx.array(rng.integers(0, 2**32, (rows, columns * bits // 32), dtype=np.uint32))
+    groups = (rows, columns // group_size)
+    return [words, normal(*groups, dtype=companions, scale=0.5**bits), normal(*groups, dtype=companions)]
+
+
 def affine(
     backend, rows, columns, out, bits, group_size, dtype, companions, *, op=ck.affine_matmul, more=None, **arrays
 ):
     """One product as (function, example arrays); ``arrays`` are shapes of optional inputs, ``more`` plain options."""
-    optional = {name: mx.zeros(shape, dtype) for name, shape in arrays.items()}
-    parts = [
-        mx.zeros((rows, columns), dtype),
-        mx.zeros((out, columns * bits // 32), mx.uint32),
-        mx.zeros((out, columns // group_size), companions),
-        mx.zeros((out, columns // group_size), companions),
-        *optional.values(),
-    ]
+    optional = {name: normal(*shape, dtype=dtype) for name, shape in arrays.items()}
+    matrix = packed(out, columns, bits, group_size, companions)
+    parts = [normal(rows, columns, dtype=dtype), *matrix, *optional.values()]
     more = (more or {}) | ({"eps": 1e-5} if "norm_weight" in optional else {})
 
     def call(x, weight, scales, biases, *rest):
@@ -36,17 +47,17 @@ def affine(
 
 
 def dense(backend, rows, columns, out, dtype, weights, *, biased):
-    arrays = [mx.zeros((rows, columns), dtype), mx.zeros((out, columns), weights)]
-    arrays += [mx.zeros((out,), dtype)] * biased
+    arrays = [normal(rows, columns, dtype=dtype), normal(out, columns, dtype=weights)]
+    arrays += [normal(out, dtype=dtype)] * biased
     return lambda x, w, b=None: ck.dense_matmul(x, w, bias=b, backend=backend), arrays
 
 
 def attend(backend, heads, kv_heads, length, keys, head_dim, value_dim, dtype, kv_dtype, *, sinks=False, **options):
     arrays = [
-        mx.zeros((1, heads, length, head_dim), dtype),
-        mx.zeros((1, kv_heads, keys, head_dim), kv_dtype),
-        mx.zeros((1, kv_heads, keys, value_dim), kv_dtype),
-        *([mx.zeros((heads,), dtype)] if sinks else []),
+        normal(1, heads, length, head_dim, dtype=dtype),
+        normal(1, kv_heads, keys, head_dim, dtype=kv_dtype),
+        normal(1, kv_heads, keys, value_dim, dtype=kv_dtype),
+        *([normal(heads, dtype=dtype)] if sinks else []),
     ]
 
     def call(q, k, v, logits=None):
@@ -56,12 +67,8 @@ def attend(backend, heads, kv_heads, length, keys, head_dim, value_dim, dtype, k
 
 
 def look_up(backend, count, bits, group_size, dtype):
-    arrays = [
-        mx.zeros((1, count), mx.uint32),
-        mx.zeros((500, 128 * bits // 32), mx.uint32),
-        mx.zeros((500, 128 // group_size), mx.bfloat16),
-        mx.zeros((500, 128 // group_size), mx.bfloat16),
-    ]
+    ids = mx.array(np.random.default_rng(count).integers(0, 500, (1, count), dtype=np.uint32))
+    arrays = [ids, *packed(500, 128, bits, group_size, mx.bfloat16)]
 
     def call(ids, *matrix):
         options = {"bits": bits, "group_size": group_size, "dtype": dtype}
@@ -71,10 +78,10 @@ def look_up(backend, count, bits, group_size, dtype):
 
 
 def epilogue(backend, length, heads, kv_heads, head_dim, dtype, *, normed):
-    norms = [mx.zeros((head_dim,), dtype)] * (2 if normed else 0)
+    norms = [normal(head_dim, dtype=dtype)] * (2 if normed else 0)
     arrays = [
-        mx.zeros((1, length, (heads + 2 * kv_heads) * head_dim), dtype),
-        mx.zeros((length, head_dim // 2, 2)),
+        normal(1, length, (heads + 2 * kv_heads) * head_dim, dtype=dtype),
+        normal(length, head_dim // 2, 2),
         *norms,
     ]
 
@@ -105,7 +112,7 @@ def value_epilogue(backend, length, heads, kv_heads, head_dim, dtype, *, shared_
 
 def norms(backend, shape, dtype, weight_dtype):
     """Every norm at one shape, as models call them; the residual stream may be wider than the activations."""
-    x, weight, stream = mx.zeros(shape, dtype), mx.ones(shape[-1:], weight_dtype), mx.zeros(shape, mx.float32)
+    x, weight, stream = normal(*shape, dtype=dtype), normal(*shape[-1:], dtype=weight_dtype), normal(*shape)
     options = {"eps": 1e-6, "backend": backend}
     yield partial(ck.rms_norm, weight=None, **options), [x]
     for centered in (False, True):
@@ -121,24 +128,48 @@ def norms(backend, shape, dtype, weight_dtype):
     yield scaled, [x, weight, stream, mx.ones((1,), weight_dtype)]
 
 
+def step(backend, length, capacity, start, head_dim, dtype, *, window=None, normed=False, sinks=False):
+    """Attention of a decode step over a cache that the rows are first written into, in place."""
+    sizes, options = {"heads": 4, "kv_heads": 2}, {"scale": 0.125, "mask": "causal", "window": window}
+    optional = {"q_norm": normal(head_dim, dtype=dtype), "k_norm": normal(head_dim, dtype=dtype)} if normed else {}
+    if sinks:
+        optional["sinks"] = normal(4, dtype=dtype)
+    arrays = [
+        normal(1, length, 8 * head_dim, dtype=dtype),
+        normal(length, head_dim // 2, 2),
+        normal(2, 1, 2, capacity, head_dim, dtype=dtype),
+        mx.array([start], dtype=mx.int32),
+        *optional.values(),
+    ]
+
+    def call(qkv, rotation, cache, start, *rest):
+        named = sizes | options | dict(zip(optional, rest, strict=True)) | ({"eps": 1e-6} if normed else {})
+        if not ck.appends(qkv, backend):
+            return append_attention_reference(qkv, rotation, cache, start, **named)
+        cache = cache + 0  # the test's own is not to change
+        return ck.append_attention(qkv, rotation, cache, start, **named, backend=backend), cache
+
+    return call, arrays
+
+
 def variants(backend: Backend) -> Iterator[Call]:
     for bits in (1, 2, 3, 4, 5, 6, 8):
         for dtype in DTYPES:
             yield affine(backend, 1, 384, 45, bits, 32, dtype, mx.float16)
     for rows in (1, 3, 8):
-        yield affine(backend, rows, 14336, 4096, 4, 64, mx.bfloat16, mx.bfloat16)
-        yield affine(backend, rows, 28672, 8192, 8, 128, mx.float32, mx.float32, residual=(rows, 8192))
+        yield affine(backend, rows, 14336, 42, 4, 64, mx.bfloat16, mx.bfloat16)
+        yield affine(backend, rows, 28672, 42, 8, 128, mx.float32, mx.float32, residual=(rows, 42))
         gated = {"op": ck.gated_affine_matmul, "norm_weight": (4096,)}
-        yield affine(backend, rows, 4096, 28672, 4, 64, mx.bfloat16, mx.bfloat16, **gated)
-        yield affine(backend, rows, 1792, 3000, 4, 64, mx.float16, mx.float16, op=ck.greedy_head)
+        yield affine(backend, rows, 4096, 42, 4, 64, mx.bfloat16, mx.bfloat16, **gated)
+        yield affine(backend, rows, 1792, 300, 4, 64, mx.float16, mx.float16, op=ck.greedy_head)
     yield affine(
         backend, 1, 576, 960, 4, 32, mx.float16, mx.float16, norm_weight=(576,), bias=(960,), residual=(1, 960)
     )
     for activation in gemv.ACTIVATIONS[1:]:
         more = {"activation": activation} | ({"limit": 7.0} if activation == "clamped_swiglu" else {})
-        options = {"op": ck.gated_affine_matmul, "more": more, "bias": (5760,)}
-        yield affine(backend, 1, 2880, 5760, 4, 64, mx.bfloat16, mx.bfloat16, **options)
-    yield affine(backend, 1, 2560, 262144, 4, 64, mx.bfloat16, mx.bfloat16, more={"softcap": 30.0})
+        options = {"op": ck.gated_affine_matmul, "more": more, "bias": (42,)}
+        yield affine(backend, 1, 2880, 42, 4, 64, mx.bfloat16, mx.bfloat16, **options)
+    yield affine(backend, 1, 2560, 42, 4, 64, mx.bfloat16, mx.bfloat16, more={"softcap": 30.0})
     for rows in (1, 3, 8):
         yield dense(backend, rows, 1023, 130, mx.float16, mx.bfloat16, biased=True)
         yield dense(backend, rows, 128, 64, mx.bfloat16, mx.float32, biased=False)
@@ -154,8 +185,14 @@ def variants(backend: Backend) -> Iterator[Call]:
         yield value_epilogue(backend, 3, 4, 2, 512, dtype, shared_values=True)
         yield value_epilogue(backend, 2, 8, 0, 64, dtype, shared_values=False)
     for dtype in DTYPES:
-        yield attend(backend, 8, 1, 8, 5000, 128, 128, dtype, dtype, sinks=True, mask="causal", window=4096)
+        yield attend(backend, 8, 1, 8, 1100, 128, 128, dtype, dtype, sinks=True, mask="causal", window=900)
         yield attend(backend, 8, 2, 1, 30, 128, 128, dtype, mx.float16, sinks=True, window=7)
     for dtype in DTYPES:
         yield from norms(backend, (1, 3, 4096), dtype, mx.bfloat16)
         yield from norms(backend, (2, 5, 3, 80), dtype, dtype)
+    for dtype in DTYPES:
+        yield step(backend, 1, 40, 21, 64, dtype)
+        yield step(backend, 1, 300, 290, 128, dtype, normed=True)
+        yield step(backend, 1, 17, 40, 80, dtype, sinks=True)
+        yield step(backend, 1, 1100, 1050, 128, dtype)
+        yield step(backend, 3, 40, 30, 64, dtype, window=9)
