@@ -169,24 +169,32 @@ class Streamed:
     def _mix(self, chunk: _Chunk, batch: _Batch, x: mx.array, weights: mx.array) -> mx.array:
         chosen = chunk.chosen
         slot_of = np.zeros(len(self.table.use_count), np.int32)
-        if chunk.in_one:
+        if chunk.in_one and self._backend.device == "gpu":
+            # One operation for all of them, as where everything is resident.
             self._complete(batch)
             slot_of[list(batch.plan.experts)] = batch.plan.slots
             y = self._mix_slots(mx.array(slot_of[chosen]), x, weights)
             self._will_read(batch.plan.slots, [y])
             return y
-        mixture = Mixture(x, weights, blob=self.arena.blob, backend=self._backend)
-        flat = chosen.ravel()
+        mixture, flat = Mixture(x, weights, blob=self.arena.blob, backend=self._backend), chosen.ravel()
+
+        def add(experts: Sequence[int]) -> None:
+            pairs = np.flatnonzero(np.isin(flat, experts))
+            self._will_read(slot_of[list(experts)], mixture.add(self.arena, pairs, slot_of[flat[pairs]]))
+
         while batch is not None:
-            self._complete(batch)
             plan, following = batch.plan, None
+            slot_of[list(plan.experts)] = plan.slots
+            read = [plan.experts[miss] for miss in plan.misses]
+            if here := [expert for expert in plan.experts if expert not in read]:
+                # While the others are being read.
+                add(here)
+            self._complete(batch)
             # What is read now may not go where the experts of this batch are about to be used.
             if more := chunk.take(len(self.table) - len(plan.slots)):
                 following = self._start(more, protected=plan.slots)
-            slot_of[list(plan.experts)] = plan.slots
-            pairs = np.flatnonzero(np.isin(flat, plan.experts))
-            made = mixture.add(self.arena, pairs, slot_of[flat[pairs]])
-            self._will_read(plan.slots, made)
+            if read:
+                add(read)
             if following is None and (more := chunk.take(len(self.table))):
                 following = self._start(more)
             batch = following
@@ -236,7 +244,7 @@ class Streamed:
         if self._backend.device == "cpu":
             return
         mx.async_eval(arrays)
-        self._unevaluated.append((frozenset(slots), arrays))
+        self._unevaluated.append((frozenset(map(int, slots)), arrays))
         if len(self._unevaluated) > _UNEVALUATED:
             mx.eval(self._unevaluated.pop(0)[1])
 
