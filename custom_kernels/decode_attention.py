@@ -24,6 +24,8 @@ ROWS = 8
 CHUNK_KEYS = {"metal": 256, "cuda": 128, "host": 64}
 """Keys that are worth a threadgroup of their own."""
 MAX_CHUNKS = 32
+SHORT_KEYS = 1024
+"""Keys up to which a GPU gives each query head of a single token one threadgroup, and nothing is left to combine."""
 
 
 def serves(q: mx.array, kv_size: int, mask, backend: Backend) -> bool:
@@ -37,9 +39,11 @@ def serves(q: mx.array, kv_size: int, mask, backend: Backend) -> bool:
     )
 
 
-def chunk_count(backend: str, groups: int, seen: int) -> int:
-    """Into how many chunks ``seen`` keys are cut, where ``groups`` threadgroups share one chunk."""
+def chunk_count(backend: str, length: int, groups: int, seen: int) -> int:
+    """Into how many chunks ``seen`` keys are cut for ``length`` tokens; ``groups`` threadgroups share one chunk."""
     chunks = 1
+    if backend != "host" and length == 1 and seen <= SHORT_KEYS:
+        return chunks
     while (
         chunks < MAX_CHUNKS
         and seen >= 2 * chunks * CHUNK_KEYS[backend]
@@ -73,6 +77,8 @@ def plan(
     host, single, merged = backend == "host", chunks == 1, (batch, length, heads * value_dim)
     if host:
         queries, keys, simdgroups = share if length == 1 else 8, 16, 1
+    elif length == 1 and single:
+        queries, keys, simdgroups = 1, 4, 16 if value_dim <= 256 else 8
     else:
         queries, keys, simdgroups = max(1, min(share, 4, 512 // max(head_dim, value_dim))), 4, 8
     partial = Launch(
@@ -138,7 +144,7 @@ def decode_attention(
     batch, _, length, _ = q.shape
     kv_heads, capacity, head_dim = k.shape[-3:]
     seen = capacity if window is None else min(capacity, window + length - 1)
-    chunks = chunk_count(backend.name, batch * kv_heads, seen)
+    chunks = chunk_count(backend.name, length, batch * kv_heads, seen)
     partial, combine = plan(
         backend.name,
         q.shape,

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import mlx.core as mx
 
 from turbospark_mlx.custom_kernels.backends import Backend, blas
+from turbospark_mlx.custom_kernels.backends.host import thread_count
+from turbospark_mlx.custom_kernels.backends.kernel import Kernel, Launch
+from turbospark_mlx.custom_kernels.gemv import PRODUCTS_PER_GROUP, ROWS, TOGETHER, in_parts
 from turbospark_mlx.errors import OptionError
+
+KERNEL = Kernel("dense_gemv", inputs=("w", "x", "bias"), outputs=("y",), headers=("eight",))
 
 
 def dense_matmul_reference(x, weight, *, bias=None) -> mx.array:
@@ -14,18 +21,75 @@ def dense_matmul_reference(x, weight, *, bias=None) -> mx.array:
     return (y if bias is None else y + bias.astype(mx.float32)).astype(x.dtype)
 
 
+def serves(x: mx.array, weight: mx.array, backend: Backend) -> bool:
+    """Whether the kernel is what is fastest: MLX and the BLAS are good at matrices in the dtype of x."""
+    return (
+        backend.launch is not None
+        and x.dtype != weight.dtype
+        and x.size <= ROWS * x.shape[-1]
+        and min(weight.size, x.size) >= 8
+        and (backend.device == "gpu" or x.dtype == mx.float32)
+    )
+
+
+@lru_cache(maxsize=4096)
+def plan(
+    backend: str, shape: tuple[int, ...], most: int, out: int, dtype: mx.Dtype, weight: mx.Dtype, bias: mx.Dtype | None
+) -> Launch:
+    """The launch for ``x`` of ``shape``, whose rows, at most ``most``, are read together, and ``out`` rows of W."""
+    columns = shape[-1]
+    # More sums at once hide the time that one takes, as long as they fit into registers.
+    at_once = 4 if most == 1 else 2 if most <= 4 else 1
+    if backend == "host":
+        simdgroups = 1
+        groups = max(1, min(-(-out // at_once), 4 * thread_count(), most * out * columns // PRODUCTS_PER_GROUP))
+    else:
+        simdgroups = 4
+        groups = -(-out // (at_once * simdgroups))
+    return Launch(
+        KERNEL,
+        template=(
+            ("T", dtype),
+            ("W", weight),
+            ("K", columns),
+            ("N", out),
+            ("M", most),
+            ("ROWS", at_once),
+            ("BIAS", bias is not None),
+        ),
+        groups=(groups, 1),
+        simdgroups=simdgroups,
+        input_dtypes=(weight, dtype, bias),
+        output_shapes=((*shape[:-1], out),),
+        output_dtypes=(dtype,),
+    )
+
+
 def dense_matmul(x: mx.array, weight: mx.array, *, bias: mx.array | None = None, backend: Backend) -> mx.array:
     """``x @ weight.T + bias``.
 
     ``x [..., K]``, ``weight [N, K]`` float16, bfloat16 or float32, ``bias [N]`` -> ``[..., N]`` in the dtype of ``x``.
-    Uses MLX's product on GPUs and numpy's BLAS on a CPU. Raises OptionError for shapes that do not fit.
+    Up to 8 rows run in our kernel where the dtypes of ``x`` and ``weight`` differ, because the matrix would be cast at
+    each call. The rest uses MLX's product on GPUs and numpy's BLAS on a CPU. Raises OptionError for shapes that do not
+    fit.
     """
-    if weight.ndim != 2 or x.shape[-1] != weight.shape[1]:
+    if weight.ndim != 2 or not x.ndim or x.shape[-1] != weight.shape[1]:
         raise OptionError(
             f"dense_matmul: x {list(x.shape)} and weight {list(weight.shape)} do not fit [..., K] and [N, K]"
         )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise OptionError(f"dense_matmul: bias is {list(bias.shape)}, but the result needs {list(weight.shape[:1])}")
     if x.size == 0:
         return mx.zeros((*x.shape[:-1], weight.shape[0]), dtype=x.dtype)
+    if serves(x, weight, backend):
+        backend.count("dense_matmul", "kernel")
+
+        def launch(part: mx.array, most: int, _: None) -> mx.array:
+            dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+            call = plan(backend.name, part.shape, most, weight.shape[0], *dtypes)
+            return backend.launch(call, (weight, part, bias))[0]
+
+        return in_parts(launch, x, None, TOGETHER[backend.name], (*x.shape[:-1], weight.shape[0]))
     if backend.device == "cpu":
         backend.count("dense_matmul", "blas")
         return blas.dense_matmul(x, weight, bias=bias)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import gcd, prod
 from typing import Literal, NamedTuple
@@ -170,6 +171,29 @@ def combine_plan(backend: str, shape: tuple[int, ...], found: int) -> Launch:
     )
 
 
+def in_parts(
+    launch: Callable[[mx.array, int, mx.array | None], mx.array],
+    x: mx.array,
+    residual: mx.array | None,
+    together: Sequence[int],
+    shape: tuple[int, ...],
+) -> mx.array:
+    """``launch(part, most, residual)`` over all rows of ``x``: a result of ``shape``. A kernel reads at most ``most``
+    rows together, one of ``together``."""
+    columns = x.shape[-1]
+    rows = x.size // columns
+    if rows == 1:
+        return launch(x, 1, residual)
+    # Kernels take the number of rows from the first axis.
+    flat, added = x.reshape(rows, columns), None if residual is None else residual.reshape(rows, -1)
+    parts = []
+    for start in range(0, rows, together[-1]):
+        chosen = slice(start, min(start + together[-1], rows))
+        most = next(size for size in together if size >= chosen.stop - start)
+        parts.append(launch(flat[chosen], most, None if added is None else added[chosen]))
+    return (parts[0] if len(parts) == 1 else mx.concatenate(parts)).reshape(shape)
+
+
 def gemv(
     x: mx.array,
     weight: mx.array,
@@ -185,8 +209,7 @@ def gemv(
     backend: Backend,
 ) -> mx.array:
     """The product that the ops of `affine` and `head` define, for what `serves` accepts."""
-    columns = x.shape[-1]
-    rows, out = x.size // columns, weight.shape[0] // (1 if form.activation is None else 2)
+    columns, out = x.shape[-1], weight.shape[0] // (1 if form.activation is None else 2)
     if residual is not None and residual.dtype != x.dtype:
         residual = residual.astype(x.dtype)
     matrix = (out, bits, group_size, form, scales.dtype, x.dtype)
@@ -199,15 +222,5 @@ def gemv(
             made = backend.launch(combine_plan(backend.name, part.shape[:-1], call.groups[0]), tuple(made))
         return made[0]
 
-    if rows == 1:
-        return launch(x, 1, residual)
-    # The kernel takes the number of rows from the first axis.
-    flat, added = x.reshape(rows, columns), None if residual is None else residual.reshape(rows, out)
     together = [n for n in TOGETHER[backend.name] if n == 1 or fits(backend.name, n, columns, x.dtype)]
-    parts = []
-    for start in range(0, rows, together[-1]):
-        chosen = slice(start, min(start + together[-1], rows))
-        most = next(size for size in together if size >= chosen.stop - start)
-        parts.append(launch(flat[chosen], most, None if added is None else added[chosen]))
-    shape = x.shape[:-1] if form.argmax else (*x.shape[:-1], out)
-    return (parts[0] if len(parts) == 1 else mx.concatenate(parts)).reshape(shape)
+    return in_parts(launch, x, residual, together, x.shape[:-1] if form.argmax else (*x.shape[:-1], out))

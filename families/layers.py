@@ -45,7 +45,22 @@ def packed(rows: int, columns: int, stored: AffineFormat) -> dict[str, mx.array]
     }
 
 
-class Linear(nn.Module):
+class Module(nn.Module):
+    """An ``mlx.nn.Module`` that counts assignments to any of its kind, so that what was derived from them can be found
+    out of date."""
+
+    assignments = 0
+
+    def __setattr__(self, name: str, value: object) -> None:
+        Module.assignments += 1
+        super().__setattr__(name, value)
+
+    def __setitem__(self, name: str, value: object) -> None:
+        Module.assignments += 1
+        super().__setitem__(name, value)
+
+
+class Linear(Module):
     """``x @ weight.T + bias`` with ``weight [N, K]`` in any float dtype."""
 
     def __init__(self, inputs: int, outputs: int, *, stored: str, bias: str | None, backend: Backend):
@@ -59,7 +74,7 @@ class Linear(nn.Module):
         return dense_matmul(x, self["weight"], bias=self.get("bias"), backend=self._backend)
 
 
-class AffineLinear(nn.Module):
+class AffineLinear(Module):
     """``x @ W.T + bias`` with an affine-quantized ``W [N, K]``; ``biases`` are its zero points, ``bias`` is added."""
 
     def __init__(self, inputs: int, outputs: int, *, stored: AffineFormat, bias: str | None, backend: Backend):
@@ -111,7 +126,7 @@ class AffineLinear(nn.Module):
         )
 
 
-class StackedLinear(nn.Module):
+class StackedLinear(Module):
     """One of several matrices for each row: ``weight [E, N, K]`` and, where there is one, ``bias [E, N]``."""
 
     def __init__(self, count: int, inputs: int, outputs: int, *, stored: str, bias: str | None):
@@ -133,7 +148,7 @@ class AffineStackedLinear(StackedLinear):
     """``StackedLinear`` with affine-quantized matrices."""
 
     def __init__(self, count: int, inputs: int, outputs: int, *, stored: AffineFormat, bias: str | None):
-        nn.Module.__init__(self)
+        Module.__init__(self)
         self.bits, self.group_size = stored.bits, stored.group_size
         for name, array in packed(count * outputs, inputs, stored).items():
             self[name] = array.reshape(count, outputs, -1)
@@ -153,7 +168,7 @@ class AffineStackedLinear(StackedLinear):
         )
 
 
-class Embedding(nn.Module):
+class Embedding(Module):
     """Rows of a table, and products with it where the output head is tied."""
 
     def __init__(self, rows: int, width: int, *, stored: str, dtype: mx.Dtype, backend: Backend):
@@ -177,7 +192,7 @@ class Embedding(nn.Module):
         return dense_matmul(x, self["weight"], backend=self._backend)
 
 
-class AffineEmbedding(nn.Module):
+class AffineEmbedding(Module):
     """``Embedding`` with an affine-quantized table."""
 
     def __init__(self, rows: int, width: int, *, stored: AffineFormat, dtype: mx.Dtype, backend: Backend):
@@ -205,7 +220,7 @@ class AffineEmbedding(nn.Module):
         return affine_matmul(x, *self._parts(), **options)
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Module):
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last axis."""
 
     def __init__(self, width: int, *, eps: float, stored: str, backend: Backend):

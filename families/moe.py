@@ -9,7 +9,7 @@ from __future__ import annotations
 import mlx.core as mx
 import mlx.nn as nn
 
-from turbospark_mlx.families.layers import Builder, gelu_tanh
+from turbospark_mlx.families.layers import Builder, Module, gelu_tanh
 from turbospark_mlx.protocols import Experts, ExpertSpec
 
 
@@ -36,7 +36,7 @@ def activate(spec: ExpertSpec, gate: mx.array, up: mx.array) -> mx.array:
     return gate * mx.sigmoid(spec.alpha * gate) * (up + 1)
 
 
-class StackedExperts(nn.Module):
+class StackedExperts(Module):
     """Routed experts as stacks in parameters, all of them in memory. Chosen ones are gathered on the device."""
 
     def __init__(self, path: str, spec: ExpertSpec, build: Builder):
@@ -65,7 +65,7 @@ def routed_experts(path: str, position: int, spec: ExpertSpec, build: Builder) -
     return StackedExperts(path, spec, build) if build.experts is None else build.experts(position, spec)
 
 
-class SparseMoe(nn.Module):
+class SparseMoe(Module):
     """A feed-forward block of routed experts alone, as Mixtral and Qwen3-MoE have it (arXiv:2401.04088, 2505.09388)."""
 
     def __init__(self, path: str, position: int, spec: ExpertSpec, *, normalize: bool, build: Builder):

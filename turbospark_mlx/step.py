@@ -21,7 +21,7 @@ from mlx.utils import tree_flatten
 
 from turbospark_mlx.custom_kernels.backends import Backend
 from turbospark_mlx.custom_kernels.backends.replay import NotRecordable, Recording
-from turbospark_mlx.families.layers import Positions, RoPE
+from turbospark_mlx.families.layers import Module, Positions, RoPE
 from turbospark_mlx.protocols import LayerCache
 
 
@@ -65,20 +65,23 @@ class _Contents:
     """The arrays and modules of a model at one time."""
 
     def __init__(self, model: nn.Module):
+        self._assignments = Module.assignments
         self._entries = []
         self._add(model)
 
     def _add(self, container: Any) -> None:
         items = container.items() if isinstance(container, dict) else enumerate(container)
         for key, value in items:
-            if isinstance(value, (dict, list, mx.array)):
+            if isinstance(value, (dict, list, mx.array)) and not isinstance(container, Module):
                 self._entries.append((container, key, value))
             if isinstance(value, (dict, list)):
                 self._add(value)
 
     def unchanged(self) -> bool:
         try:
-            return all(container[key] is value for container, key, value in self._entries)
+            return self._assignments == Module.assignments and all(
+                container[key] is value for container, key, value in self._entries
+            )
         except (KeyError, IndexError):
             return False
 

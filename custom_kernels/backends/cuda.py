@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
+import tempfile
 from functools import cache
 from pathlib import Path
 
 import mlx.core as mx
 
+from turbospark_mlx.custom_kernels.backends import compiler
 from turbospark_mlx.custom_kernels.backends.kernel import METAL, Kernel, Launch, bind, body, given, read_source
+from turbospark_mlx.errors import BackendError
 
 # Metal's thread attributes arrive as arguments; CUDA's are built in.
 ATTRIBUTES = """
@@ -33,14 +38,35 @@ def header(kernel: Kernel) -> str:
     return "\n".join([shims, *(translate(read_source(METAL / f"{name}.h")) for name in kernel.headers)])
 
 
+def included(name: str, text: str) -> str:
+    """A line that includes ``text`` from a file of the kernel cache, or the text where there can be none.
+
+    MLX hashes a kernel's whole text each time that the kernel runs, which costs as much as everything else it does.
+    """
+    try:
+        directory = compiler.cache_directory()
+        path = directory / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:32]}.cuh"
+        if '"' in str(path) or "\n" in str(path):
+            return text
+        if not path.exists():
+            with tempfile.NamedTemporaryFile("w", dir=directory, suffix=".cuh", delete=False, encoding="utf-8") as file:
+                file.write(text)
+            os.replace(file.name, path)
+    except (BackendError, OSError):
+        return text
+    return f'#include "{path}"\n'
+
+
 @cache
 def _function(kernel: Kernel, names: tuple[tuple[str, ...], tuple[str, ...]]):
+    # MLX passes the shapes and strides whose names it finds in the text that it is given.
+    facts = [f"{name}_{fact}" for name in names[0] for fact in ("shape", "strides") if kernel.reads(name, fact)]
     return mx.fast.cuda_kernel(
         name=kernel.name,
         input_names=list(names[0]),
         output_names=list(names[1]),
-        source=ATTRIBUTES + translate(body(kernel, names)),
-        header=header(kernel),
+        source=f"// {' '.join(facts)}\n" + included(kernel.name, ATTRIBUTES + translate(body(kernel, names))),
+        header=included(f"{kernel.name}-header", header(kernel)),
         ensure_row_contiguous=not kernel.strided,
     )
 

@@ -18,7 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from turbospark_mlx.cache import LinearKV, RingKV
-from turbospark_mlx.custom_kernels import backends, rms_norm
+from turbospark_mlx.custom_kernels import appends, backends, cache_attention, qkv_append, qkv_epilogue, rms_norm
 from turbospark_mlx.errors import OptionError
 from turbospark_mlx.families.gemma4.config import FULL, SLIDING, Gemma4Config
 from turbospark_mlx.families.gemma4.weights import expected, experts
@@ -27,19 +27,22 @@ from turbospark_mlx.families.layers import (
     AffineLinear,
     Builder,
     Format,
+    Module,
     Positions,
     RMSNorm,
     RoPE,
     add_normed,
     gelu_tanh,
+    project,
 )
 from turbospark_mlx.families.moe import route, routed_experts
 from turbospark_mlx.protocols import ExpertFactory
 
-KeysValues = tuple[mx.array, mx.array]
+Visible = tuple[mx.array, mx.array | None]
+"""Keys and values ``[B, KV, S, D]`` in time order, or a cache's buffer ``[2, B, KV, capacity, D]`` and None."""
 
 
-class Attention(nn.Module):
+class Attention(Module):
     """Grouped-query attention over a window or over everything, with keys and values of its own or of another layer."""
 
     def __init__(self, config: Gemma4Config, number: int, rope: RoPE, build: Builder):
@@ -48,10 +51,12 @@ class Attention(nn.Module):
         size, heads, kv_heads = config.head_size(number), config.num_attention_heads, config.kv_heads(number)
         self.window, self.head_dim, self.rope = config.sliding_window if config.slides(number) else None, size, rope
         self._eps, self._backend, self._attention = config.rms_norm_eps, build.backend, build.attention
+        self._heads, self._kv_heads, self._k_is_v = heads, 0, False
         rows = {"q_proj": heads * size}
         if number < config.first_shared_layer:
+            self._kv_heads, self._k_is_v = kv_heads, config.k_is_v(number)
             rows["k_proj"] = kv_heads * size
-            if not config.k_is_v(number):
+            if not self._k_is_v:
                 rows["v_proj"] = kv_heads * size
         self._names = tuple(rows)
         parts, self._qkv = build.projections(config.hidden_size, {f"{path}.{name}": n for name, n in rows.items()})
@@ -59,31 +64,80 @@ class Attention(nn.Module):
             self[name] = part
         self.o_proj = build.linear(f"{path}.o_proj", heads * size, config.hidden_size)
         self.q_norm = build.norm(f"{path}.q_norm", size, config.rms_norm_eps)
-        if "k_proj" in rows:
+        if self._kv_heads:
             self.k_norm = build.norm(f"{path}.k_norm", size, config.rms_norm_eps)
 
     def __call__(
-        self, x: mx.array, positions: Positions, cache: LinearKV | RingKV | None, shared: KeysValues | None
-    ) -> tuple[mx.array, KeysValues]:
-        """``x [B, L, hidden]`` -> the same shape, and the keys and values that were visible. ``shared`` are those of
-        the layer that this one reads, if it has none of its own."""
-        B, L, _ = x.shape
-        q, *own = (
-            y.reshape(B, L, -1, self.head_dim).transpose(0, 2, 1, 3)
-            for y in self._qkv(x, *(self[name] for name in self._names))
-        )
+        self,
+        x: mx.array,
+        positions: Positions,
+        cache: LinearKV | RingKV | None,
+        shared: Visible | None,
+        *,
+        norm: nn.Module,
+    ) -> tuple[mx.array, Visible]:
+        """``x [B, L, hidden]`` -> the same shape, and what was visible. ``shared`` is what the layer saw that this one
+        reads, if it has no keys and values of its own. ``norm`` is applied to ``x`` before."""
+        parts = [self[name] for name in self._names]
+        joint, norms = self._qkv.joint(*parts), [self.q_norm, self.get("k_norm")]
+        if joint is not None and all(own is None or isinstance(own, RMSNorm) for own in norms):
+            q, own = self._fused(project(joint, x, norm=norm), positions, cache)
+        else:
+            q, own = self._separate(self._qkv(norm(x), *parts), positions, cache)
+        visible = shared if own is None else own
+        y = self._attend(q, visible, positions)
+        return self.o_proj(y), visible
+
+    def _fused(
+        self, qkv: mx.array, positions: Positions, cache: LinearKV | RingKV | None
+    ) -> tuple[mx.array, Visible | None]:
+        B, L, _ = qkv.shape
+        options = {
+            "heads": self._heads,
+            "kv_heads": self._kv_heads,
+            "q_norm": self.q_norm["weight"],
+            "k_norm": self.k_norm["weight"] if self._kv_heads else None,
+            "eps": self._eps,
+            "value_norm": True,
+            "shared_values": self._k_is_v,
+            "backend": self._backend,
+        }
+        rotation = positions.rotation(self.rope)
+        if cache is not None and cache.places(L) and appends(qkv, self._backend):
+            kv = cache.place(L, (B, self._kv_heads, self.head_dim), qkv.dtype)
+            q = qkv_append(qkv, rotation, kv, positions.start, **options)
+            cache.written(q)
+            return q, (kv, None)
+        q, kv = qkv_epilogue(qkv, rotation, **options)
+        if kv is None:
+            return q, None
+        kv, keys = (kv, L) if cache is None else cache.append(kv)
+        return q, (kv[0, :, :, :keys], kv[1, :, :, :keys])
+
+    def _separate(
+        self, products: Sequence[mx.array], positions: Positions, cache: LinearKV | RingKV | None
+    ) -> tuple[mx.array, Visible | None]:
+        q, *own = (y.reshape(*y.shape[:2], -1, self.head_dim).transpose(0, 2, 1, 3) for y in products)
         q = self.rope(self.q_norm(q), positions.offset)
-        if own:
-            k = self.rope(self.k_norm(own[0]), positions.offset)
-            v = rms_norm(own[-1], None, eps=self._eps, backend=self._backend)
-            shared = (k, v) if cache is None else cache.update_and_fetch(k, v)
+        if not own:
+            return q, None
+        k = self.rope(self.k_norm(own[0]), positions.offset)
+        v = rms_norm(own[-1], None, eps=self._eps, backend=self._backend)
+        return q, (k, v) if cache is None else cache.update_and_fetch(k, v)
+
+    def _attend(self, q: mx.array, visible: Visible, positions: Positions) -> mx.array:
+        B, _, L, _ = q.shape
         # A single token sees every key that its cache returns, and a ring returns them in no particular order.
         mask, window = ("causal", self.window) if L > 1 else (None, None)
-        y = self._attention(q, *shared, scale=1.0, mask=mask, window=window)
-        return self.o_proj(y.transpose(0, 2, 1, 3).reshape(B, L, -1)), shared
+        options = {"scale": 1.0, "mask": mask, "window": window}
+        keys, values = visible
+        if values is None:
+            return cache_attention(q, keys, positions.start, **options, backend=self._backend)
+        y = self._attention(q, keys, values, **options)
+        return y.transpose(0, 2, 1, 3).reshape(B, L, -1)
 
 
-class FeedForward(nn.Module):
+class FeedForward(Module):
     """GeGLU (Shazeer 2020, arXiv:2002.05202): ``down(gelu(gate(x)) * up(x))``."""
 
     def __init__(self, config: Gemma4Config, number: int, build: Builder):
@@ -103,7 +157,7 @@ class FeedForward(nn.Module):
         return self.down_proj(gelu_tanh(gate) * up)
 
 
-class Router(nn.Module):
+class Router(Module):
     """Chooses experts from the residual stream itself, normalised and scaled; weights need not add up to 1."""
 
     def __init__(self, config: Gemma4Config, number: int, build: Builder):
@@ -123,7 +177,7 @@ class Router(nn.Module):
         return indices, weights * self["per_expert_scale"].astype(mx.float32)[indices]
 
 
-class Experts(nn.Module):
+class Experts(Module):
     """What the checkpoint calls ``experts``: the routed ones, wherever they live."""
 
     def __init__(self, config: Gemma4Config, number: int, build: Builder):
@@ -132,7 +186,7 @@ class Experts(nn.Module):
         self.switch_glu = routed_experts(path, number, experts(config)[path], build)
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(Module):
     def __init__(self, config: Gemma4Config, number: int, rope: RoPE, build: Builder):
         super().__init__()
         path, hidden = f"model.layers.{number}", config.hidden_size
@@ -162,13 +216,13 @@ class DecoderLayer(nn.Module):
         cache: LinearKV | RingKV | None = None,
         positions: Positions | None = None,
         *,
-        shared: KeysValues | None = None,
+        shared: Visible | None = None,
         layer_input: mx.array | None = None,
-    ) -> tuple[mx.array, KeysValues]:
+    ) -> tuple[mx.array, Visible]:
         """See ``Attention``. ``positions`` are those after what ``cache`` holds, or from 0 on; ``layer_input [B, L,
         d]`` is what this layer is told about each token, in models that have it."""
         positions = positions or Positions.after(cache, x.shape[1])
-        y, shared = self.self_attn(self.input_layernorm(x), positions, cache, shared)
+        y, shared = self.self_attn(x, positions, cache, shared, norm=self.input_layernorm)
         x = add_normed(x, self.post_attention_layernorm, y)
         y = self.mixture(x) if "router" in self else self.mlp(x, norm=self.pre_feedforward_layernorm)
         if layer_input is None:
@@ -189,7 +243,7 @@ class DecoderLayer(nn.Module):
         return add_normed(dense, self.post_feedforward_layernorm_2, routed.reshape(x.shape))
 
 
-class Decoder(nn.Module):
+class Decoder(Module):
     """Embeddings, layers and final norm: what the checkpoint calls ``model``."""
 
     def __init__(self, config: Gemma4Config, build: Builder):
@@ -227,7 +281,7 @@ class Decoder(nn.Module):
         return (self.per_layer_projection_norm(projected) + known) * 2**-0.5
 
 
-class Model(nn.Module):
+class Model(Module):
     """A model of the family. It follows the protocol that mlx-lm's tools call: ``model(tokens, cache=...)``,
     ``model.layers``, ``model.make_cache()``, ``model.args``."""
 

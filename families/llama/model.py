@@ -14,7 +14,7 @@ import mlx.nn as nn
 
 from turbospark_mlx.cache import LinearKV, RingKV
 from turbospark_mlx.custom_kernels import appends, backends, cache_attention, qkv_append, qkv_epilogue
-from turbospark_mlx.families.layers import Builder, Format, Positions, RMSNorm, RoPE, project
+from turbospark_mlx.families.layers import Builder, Format, Module, Positions, RMSNorm, RoPE, project
 from turbospark_mlx.families.llama.config import LlamaConfig
 from turbospark_mlx.families.llama.weights import expected, experts
 from turbospark_mlx.families.moe import SparseMoe
@@ -22,7 +22,7 @@ from turbospark_mlx.families.rope import attention_factor, frequencies, longest_
 from turbospark_mlx.protocols import ExpertFactory
 
 
-class Attention(nn.Module):
+class Attention(Module):
     """Grouped-query attention with rotary positions, over all tokens or over a sliding window."""
 
     def __init__(self, config: LlamaConfig, path: str, window: int | None, rope: RoPE, build: Builder):
@@ -85,7 +85,7 @@ class Attention(nn.Module):
         return project(self.o_proj, y.transpose(0, 2, 1, 3).reshape(B, L, -1), residual=residual)
 
 
-class FeedForward(nn.Module):
+class FeedForward(Module):
     """SwiGLU (Shazeer 2020, arXiv:2002.05202): ``down(silu(gate(x)) * up(x))``."""
 
     def __init__(self, config: LlamaConfig, path: str, build: Builder):
@@ -115,7 +115,7 @@ def feed_forward(config: LlamaConfig, number: int, build: Builder) -> FeedForwar
     return SparseMoe(path, position, spec, normalize=config.norm_topk_prob, build=build)
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(Module):
     def __init__(self, config: LlamaConfig, number: int, rope: RoPE, build: Builder):
         super().__init__()
         path = f"model.layers.{number}"
@@ -134,7 +134,7 @@ class DecoderLayer(nn.Module):
         return self.mlp(x, norm=self.post_attention_layernorm, residual=x)
 
 
-class Decoder(nn.Module):
+class Decoder(Module):
     """Embedding, layers and final norm: what the checkpoint calls ``model``."""
 
     def __init__(self, config: LlamaConfig, rope: RoPE, build: Builder):
@@ -144,7 +144,7 @@ class Decoder(nn.Module):
         self.norm = build.norm("model.norm", config.hidden_size, config.rms_norm_eps)
 
 
-class Model(nn.Module):
+class Model(Module):
     """A model of the family. It follows the protocol that mlx-lm's tools call: ``model(tokens, cache=...)``,
     ``model.layers``, ``model.make_cache()``, ``model.args``."""
 

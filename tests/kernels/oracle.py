@@ -1,5 +1,7 @@
 """The ops in numpy float64, from their equations and from the packed bytes, sharing nothing with the package."""
 
+import math
+
 import mlx.core as mx
 import numpy as np
 
@@ -41,6 +43,18 @@ def attention(q, k, v, scale, visible=None, additive=None, sinks=None) -> np.nda
             weights = np.exp(logits - logits.max())
             out[b, h, i] = weights @ values / weights.sum()
     return out
+
+
+def gated(gate: np.ndarray, up: np.ndarray, activation: str, limit: float | None) -> np.ndarray:
+    """Gated units, with the error function of Python's library."""
+    if activation == "gelu_tanh":
+        return 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
+    if activation == "gelu_erf":
+        return gate * 0.5 * (1 + np.vectorize(math.erf)(gate / np.sqrt(2))) * up
+    if activation == "clamped_swiglu":
+        gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+        return gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
+    return gate / (1 + np.exp(-gate)) * up
 
 
 def relative_error(found: mx.array, expected: np.ndarray) -> float:

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from tests.kernels import oracle
+from tests.kernels.test_reference_ops import check_greedy_head
 from turbospark_mlx import custom_kernels as ck
-from turbospark_mlx.custom_kernels import affine, rotary, sdpa
+from turbospark_mlx.custom_kernels import affine, gemv, rotary, sdpa
 from turbospark_mlx.custom_kernels.backends import blas, compiler, host
 from turbospark_mlx.custom_kernels.backends.kernel import read_source
 from turbospark_mlx.errors import BackendError, OptionError
@@ -62,13 +63,13 @@ def test_affine_matmul_at_the_formats_of_installs(backend, rng, bits, group_size
     check_product(backend, rng, bits, group_size, dtype, rows)
 
 
-@pytest.mark.parametrize("bits", [2, 3, 5, 6])
+@pytest.mark.parametrize("bits", [1, 2, 3, 5, 6])
 def test_affine_matmul_at_other_widths(backend, rng, bits):
     check_product(backend, rng, bits, 64, mx.float16, 1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("group_size", [32, 64, 128])
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
 @pytest.mark.parametrize("rows", [1, 3, 8])
@@ -113,6 +114,62 @@ def test_what_stands_around_the_product(backend, rng, columns, rows):
         reference = affine.gated_affine_matmul_reference(x, *matrix, **formats, **options)
         assert oracle.relative_error(reference, expected) < 1e-5
     assert {path for _, path in backend.counters} == {"kernel"}
+
+
+@pytest.mark.parametrize(("activation", "limit"), [("gelu_tanh", None), ("gelu_erf", None), ("clamped_swiglu", 1.5)])
+@pytest.mark.parametrize("rows", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_gated_products(backend, rng, rows, activation, limit):
+    matrix = oracle.random_affine(rng, 2 * 37, 96, 4, 32, mx.float16)
+    x, bias = normal(rng, rows, 96), normal(rng, 74, dtype=mx.bfloat16) * 3
+    both = oracle.float64(x) @ oracle.unpack(*matrix, 4, 32).T + oracle.float64(bias)
+    expected = oracle.gated(*np.split(both, 2, axis=-1), activation, limit)
+    options = {"bits": 4, "group_size": 32, "activation": activation, "limit": limit, "bias": bias}
+    y = ck.gated_affine_matmul(x, *matrix, **options, backend=backend)
+    assert oracle.relative_error(y, expected) < 1e-5
+    assert backend.counters == {("gated_affine_matmul", "kernel"): 1}
+
+
+@pytest.mark.parametrize("softcap", [0.5, 30.0, 1e4])
+def test_a_softcapped_head(backend, rng, softcap):
+    matrix = oracle.random_affine(rng, 301, 96, 8, 32, mx.float16)
+    x = normal(rng, 1, 96)
+    expected = softcap * np.tanh(oracle.float64(x) @ oracle.unpack(*matrix, 8, 32).T / softcap)
+    y = ck.affine_matmul(x, *matrix, bits=8, group_size=32, softcap=softcap, backend=backend)
+    assert oracle.relative_error(y, expected) < 1e-5
+    assert backend.counters == {("affine_matmul", "kernel"): 1}
+
+
+@pytest.mark.parametrize("rows", [1, 7])
+def test_greedy_head(backend, rng, rows):
+    check_greedy_head(backend, rng, rows)
+    assert set(backend.counters) == {("greedy_head", "kernel")}
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 99), (7, 264), pytest.param(3, 7, marks=pytest.mark.slow)])
+def test_matrices_in_half_precision(backend, rng, rows, columns, dtype):
+    weight, bias = normal(rng, 301, columns, dtype=dtype), normal(rng, 301)
+    x = normal(rng, 1, rows, columns)
+    expected = oracle.float64(x) @ oracle.float64(weight).T + oracle.float64(bias)
+    assert oracle.relative_error(ck.dense_matmul(x, weight, bias=bias, backend=backend), expected) < 1e-5
+    assert backend.counters == {("dense_matmul", "kernel"): 1}
+    with pytest.raises(OptionError, match=r"bias is \[300\]"):
+        ck.dense_matmul(x, weight, bias=bias[1:], backend=backend)
+
+
+@pytest.mark.parametrize("name", ["metal", "cuda"])
+@pytest.mark.parametrize("dtype", [mx.float16, mx.float32])
+@pytest.mark.parametrize("columns", [32, 1056, 1792, 4096, 14336, 14432, 28672])
+def test_what_a_gpu_stages_fits_and_its_tiles_follow_without_a_gap(name, dtype, columns):
+    for rows in (n for n in gemv.TOGETHER[name] if gemv.fits(name, n, columns, dtype)):
+        call = gemv.plan(name, (rows, columns), rows, 100, 4, 32, gemv.Form(), mx.float16, dtype, None, None)
+        sizes = dict(call.template)
+        steps = -(-sizes["TILE"] // 32)
+        assert 0 < sizes["TILE"] <= columns // 32
+        assert rows * (steps * 32 * 32 * dtype.size + sizes["TILE"] * 4) <= gemv.STAGED_BYTES[name]
+        assert 0 < sizes["AHEAD"] <= steps
+        assert sizes["TILE"] == columns // 32 or (sizes["TILE"] % 32 == 0 and steps % sizes["AHEAD"] == 0)
+    assert gemv.fits(name, 1, columns, dtype)
 
 
 def test_many_rows_take_the_same_options_elsewhere(backend, rng):
@@ -190,6 +247,52 @@ def test_qkv_epilogue(backend, rng, batch, length, heads, kv_heads, head_dim, no
     assert backend.counters == {("qkv_epilogue", "kernel"): 1}
 
 
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("value_norm", [False, True])
+@pytest.mark.parametrize(("kv_heads", "shared_values"), [(2, False), (2, True), (1, True), (0, False)])
+def test_qkv_epilogue_with_values_from_keys_and_without_any(backend, rng, kv_heads, shared_values, value_norm, normed):
+    """Against the plain epilogue of rows that hold the values, already normalized."""
+    heads, size, length = 4, 10, 3
+    qkv = normal(rng, 2, length, (heads + kv_heads * (1 if shared_values else 2)) * size)
+    rotation = mx.array(ck.rotation_table(10000.0 ** (-np.arange(size // 2) / (size // 2)), 7, length))
+    options = {"q_norm": normal(rng, size)} if normed else {}
+    if normed and kv_heads:
+        options["k_norm"] = normal(rng, size)
+    eps = {"eps": 0.3} if normed or value_norm else {}
+    rows = oracle.float64(qkv).reshape(2, length, -1, size)
+    keys = rows[:, :, heads : heads + kv_heads]
+    values = keys if shared_values else rows[:, :, heads + kv_heads :]
+    if value_norm:
+        values = values / np.sqrt((values**2).mean(-1, keepdims=True) + 0.3)
+    plain = np.concatenate([rows[:, :, :heads], keys, values], axis=2).reshape(2, length, -1)
+    wide = {name: oracle.float64(value) for name, value in options.items()}
+    if kv_heads:
+        q, kv = epilogue(plain, oracle.float64(rotation), heads, kv_heads, **wide, eps=0.3)
+    else:
+        padded = np.concatenate([plain, np.ones((2, length, 2 * size))], axis=-1)
+        q, kv = (
+            epilogue(padded, oracle.float64(rotation), heads, 1, **wide, k_norm=wide.get("q_norm"), eps=0.3)[0],
+            None,
+        )
+    options |= {"heads": heads, "kv_heads": kv_heads, "value_norm": value_norm, "shared_values": shared_values, **eps}
+    for found in (
+        ck.qkv_epilogue(qkv, rotation, **options, backend=backend),
+        rotary.qkv_epilogue_reference(qkv, rotation, **options),
+    ):
+        assert oracle.relative_error(found[0], q) < 1e-5
+        assert (found[1] is None) == (kv is None)
+        if kv is not None:
+            assert oracle.relative_error(found[1], kv) < 1e-5
+    if kv_heads:
+        cache = mx.zeros((2, 2, kv_heads, 16, size)) + 1
+        mx.eval(cache)
+        start = mx.array([14], mx.int32)
+        expected_q, expected = rotary.qkv_append_reference(qkv, rotation, cache, start, **options)
+        found = ck.qkv_append(qkv, rotation, cache, start, **options, backend=backend)
+        assert oracle.relative_error(found, expected_q) < 1e-6
+        assert oracle.relative_error(cache, expected) < 1e-6
+
+
 def test_qkv_epilogue_refuses_what_does_not_fit(backend):
     table = mx.zeros((1, 4, 2))
     with pytest.raises(OptionError, match=r"4 \+ 2 \* 2 heads"):
@@ -199,6 +302,10 @@ def test_qkv_epilogue_refuses_what_does_not_fit(backend):
         ck.qkv_epilogue(mx.zeros((1, 1, 64)), table, heads=4, kv_heads=2, **norms, backend=backend)
     with pytest.raises(OptionError, match="belong together"):
         ck.qkv_epilogue(mx.zeros((1, 1, 64)), table, heads=4, kv_heads=2, q_norm=mx.zeros(8), backend=backend)
+    with pytest.raises(OptionError, match="belong together"):
+        ck.qkv_epilogue(mx.zeros((1, 1, 64)), table, heads=4, kv_heads=2, value_norm=True, backend=backend)
+    with pytest.raises(OptionError, match=r"4 \+ 1 \* 2 heads"):
+        ck.qkv_epilogue(mx.zeros((1, 1, 64)), table, heads=4, kv_heads=2, shared_values=True, backend=backend)
 
 
 def test_rows_do_not_depend_on_the_number_of_threads(backend, rng, monkeypatch):

@@ -35,6 +35,29 @@ def normal(rng, *shape, dtype=mx.float32):
     return mx.array(rng.normal(size=shape).astype(np.float32)).astype(dtype)
 
 
+def check_greedy_head(backend, rng, rows):
+    """Also what decides where values are equal, and where they are no numbers."""
+    options = {"bits": 8, "group_size": 32, "backend": backend}
+    matrix = oracle.random_affine(rng, 301, 96, 8, 32, mx.float16)
+    x, bias, weight = normal(rng, 1, rows, 96), normal(rng, 301), normal(rng, 96)
+    wide = oracle.float64(x)
+    wide = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 0.25) * oracle.float64(weight)
+    logits = wide @ oracle.unpack(*matrix, 8, 32).T + oracle.float64(bias)
+    ids = ck.greedy_head(x, *matrix, bias=bias, norm_weight=weight, eps=0.25, **options)
+    assert ids.dtype == mx.uint32
+    np.testing.assert_array_equal(np.array(ids), logits.argmax(-1))
+    # Rows 20, 40 and 299 are the largest; row 5 is NaN.
+    offsets = np.zeros((301, 3), np.float32)
+    offsets[[20, 40, 299]], offsets[5] = 1, np.nan
+    constant = (mx.zeros((301, 24), mx.uint32), mx.zeros((301, 3), mx.float16), mx.array(offsets).astype(mx.float16))
+    ones = mx.ones_like(x)
+    assert set(np.array(ck.greedy_head(ones, *constant, **options)).flat) == {20}
+    assert set(np.array(ck.greedy_head(ones * mx.nan, *constant, **options)).flat) == {0}
+    assert ck.greedy_head(x[:, :0], *matrix, **options).shape == (1, 0)
+    with pytest.raises(OptionError, match="greedy_head: x is"):
+        ck.greedy_head(x[..., :64], *matrix, **options)
+
+
 def test_select_names_what_exists():
     assert ck.backends.select("auto").device in ("cpu", "gpu")
     with pytest.raises(BackendError, match=r"kernels='warp'.*reference"):
@@ -54,7 +77,7 @@ def test_the_environment_says_what_auto_takes(monkeypatch):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("group_size", [32, 64, 128])
-@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6, 8])
 def test_affine_matmul_at_every_format(backend, rng, bits, group_size, dtype):
     matrix = oracle.random_affine(rng, 45, 384, bits, group_size, dtype)
     full = oracle.unpack(*matrix, bits, group_size)
@@ -141,7 +164,7 @@ def test_affine_parts_that_do_not_fit_are_named(backend, rng):
         call(mx.zeros((1, 64)), weight.view(mx.uint8), scales, biases)
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6, 8])
 def test_affine_embedding(backend, rng, bits):
     matrix = oracle.random_affine(rng, 50, 128, bits, 32, mx.float16)
     ids = mx.array([[3, 49, 0], [3, 7, 7]])
@@ -153,6 +176,57 @@ def test_affine_embedding(backend, rng, bits):
     assert ck.affine_embedding(
         ids[:, :0], *matrix, bits=bits, group_size=32, dtype=mx.float32, backend=backend
     ).shape == (2, 0, 128)
+
+
+@pytest.mark.parametrize(
+    ("activation", "limit"), [("silu", None), ("gelu_tanh", None), ("gelu_erf", None), ("clamped_swiglu", 1.5)]
+)
+@pytest.mark.parametrize("rows", [1, 9])
+def test_gated_affine_matmul(backend, rng, rows, activation, limit):
+    matrix = oracle.random_affine(rng, 2 * 21, 96, 4, 32, mx.float16)
+    x, bias = normal(rng, rows, 96), normal(rng, 42) * 3
+    both = oracle.float64(x) @ oracle.unpack(*matrix, 4, 32).T + oracle.float64(bias)
+    expected = oracle.gated(*np.split(both, 2, axis=-1), activation, limit)
+    options = {"bits": 4, "group_size": 32, "activation": activation, "limit": limit, "bias": bias}
+    y = ck.gated_affine_matmul(x, *matrix, **options, backend=backend)
+    assert oracle.relative_error(y, expected) < 1e-5
+    assert oracle.relative_error(affine.gated_affine_matmul_reference(x, *matrix, **options), expected) < 1e-5
+
+
+@pytest.mark.parametrize("rows", [1, 9])
+def test_softcap_stands_between_the_bias_and_the_residual(backend, rng, rows):
+    matrix = oracle.random_affine(rng, 45, 96, 4, 32, mx.float16)
+    x, bias, residual = normal(rng, rows, 96), normal(rng, 45) * 5, normal(rng, rows, 45)
+    product = oracle.float64(x) @ oracle.unpack(*matrix, 4, 32).T + oracle.float64(bias)
+    expected = 3 * np.tanh(product / 3) + oracle.float64(residual)
+    options = {"bits": 4, "group_size": 32, "bias": bias, "residual": residual, "softcap": 3.0}
+    for y in (
+        ck.affine_matmul(x, *matrix, **options, backend=backend),
+        affine.affine_matmul_reference(x, *matrix, **options),
+    ):
+        assert oracle.relative_error(y, expected) < 1e-5
+    with pytest.raises(OptionError, match="softcap is 0"):
+        ck.affine_matmul(x, *matrix, **(options | {"softcap": 0.0}), backend=backend)
+
+
+@pytest.mark.parametrize("rows", [1, 9])
+def test_greedy_head(backend, rng, rows):
+    check_greedy_head(backend, rng, rows)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"activation": "relu"}, "'relu' is not one of silu"),
+        ({"activation": "clamped_swiglu"}, "limit is None"),
+        ({"limit": 7.0}, "limit is 7.0"),
+        ({"bias": mx.zeros((8,))}, r"bias is \[8\]"),
+    ],
+)
+def test_gated_options_that_do_not_fit_are_named(backend, rng, changes, message):
+    matrix = oracle.random_affine(rng, 16, 64, 4, 32, mx.float16)
+    with pytest.raises(OptionError, match=message):
+        ck.gated_affine_matmul(mx.zeros((1, 64)), *matrix, bits=4, group_size=32, **changes, backend=backend)
 
 
 @pytest.mark.parametrize("bad", [-1, 50])

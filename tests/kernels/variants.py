@@ -6,6 +6,7 @@ from functools import partial
 import mlx.core as mx
 
 from turbospark_mlx import custom_kernels as ck
+from turbospark_mlx.custom_kernels import gemv
 from turbospark_mlx.custom_kernels.backends import Backend
 
 Call = tuple[Callable[..., mx.array], list[mx.array]]
@@ -13,24 +14,31 @@ Call = tuple[Callable[..., mx.array], list[mx.array]]
 DTYPES = (mx.float16, mx.bfloat16, mx.float32)
 
 
-def affine(backend, rows, columns, out, bits, group_size, dtype, companions, *, gated=False, **options):
-    """One product as (function, example arrays)."""
-    options = {name: mx.zeros(shape, dtype) for name, shape in options.items()}
-    arrays = [
+def affine(
+    backend, rows, columns, out, bits, group_size, dtype, companions, *, op=ck.affine_matmul, more=None, **arrays
+):
+    """One product as (function, example arrays); ``arrays`` are shapes of optional inputs, ``more`` plain options."""
+    optional = {name: mx.zeros(shape, dtype) for name, shape in arrays.items()}
+    parts = [
         mx.zeros((rows, columns), dtype),
         mx.zeros((out, columns * bits // 32), mx.uint32),
         mx.zeros((out, columns // group_size), companions),
         mx.zeros((out, columns // group_size), companions),
-        *options.values(),
+        *optional.values(),
     ]
-    function = ck.gated_affine_matmul if gated else ck.affine_matmul
-    more = {"eps": 1e-5} if "norm_weight" in options else {}
+    more = (more or {}) | ({"eps": 1e-5} if "norm_weight" in optional else {})
 
     def call(x, weight, scales, biases, *rest):
-        named = dict(zip(options, rest, strict=True)) | more
-        return function(x, weight, scales, biases, bits=bits, group_size=group_size, **named, backend=backend)
+        named = dict(zip(optional, rest, strict=True)) | more
+        return op(x, weight, scales, biases, bits=bits, group_size=group_size, **named, backend=backend)
 
-    return call, arrays
+    return call, parts
+
+
+def dense(backend, rows, columns, out, dtype, weights, *, biased):
+    arrays = [mx.zeros((rows, columns), dtype), mx.zeros((out, columns), weights)]
+    arrays += [mx.zeros((out,), dtype)] * biased
+    return lambda x, w, b=None: ck.dense_matmul(x, w, bias=b, backend=backend), arrays
 
 
 def attend(backend, heads, kv_heads, length, keys, head_dim, value_dim, dtype, kv_dtype, *, sinks=False, **options):
@@ -96,16 +104,26 @@ def norms(backend, shape, dtype, weight_dtype):
 
 
 def variants(backend: Backend) -> Iterator[Call]:
-    for bits in (2, 3, 4, 5, 6, 8):
+    for bits in (1, 2, 3, 4, 5, 6, 8):
         for dtype in DTYPES:
             yield affine(backend, 1, 384, 45, bits, 32, dtype, mx.float16)
     for rows in (1, 3, 8):
         yield affine(backend, rows, 14336, 4096, 4, 64, mx.bfloat16, mx.bfloat16)
         yield affine(backend, rows, 28672, 8192, 8, 128, mx.float32, mx.float32, residual=(rows, 8192))
-        yield affine(backend, rows, 4096, 28672, 4, 64, mx.bfloat16, mx.bfloat16, norm_weight=(4096,), gated=True)
+        gated = {"op": ck.gated_affine_matmul, "norm_weight": (4096,)}
+        yield affine(backend, rows, 4096, 28672, 4, 64, mx.bfloat16, mx.bfloat16, **gated)
+        yield affine(backend, rows, 1792, 3000, 4, 64, mx.float16, mx.float16, op=ck.greedy_head)
     yield affine(
         backend, 1, 576, 960, 4, 32, mx.float16, mx.float16, norm_weight=(576,), bias=(960,), residual=(1, 960)
     )
+    for activation in gemv.ACTIVATIONS[1:]:
+        more = {"activation": activation} | ({"limit": 7.0} if activation == "clamped_swiglu" else {})
+        options = {"op": ck.gated_affine_matmul, "more": more, "bias": (5760,)}
+        yield affine(backend, 1, 2880, 5760, 4, 64, mx.bfloat16, mx.bfloat16, **options)
+    yield affine(backend, 1, 2560, 262144, 4, 64, mx.bfloat16, mx.bfloat16, more={"softcap": 30.0})
+    for rows in (1, 3, 8):
+        yield dense(backend, rows, 1023, 130, mx.float16, mx.bfloat16, biased=True)
+        yield dense(backend, rows, 128, 64, mx.bfloat16, mx.float32, biased=False)
     for head_dim, value_dim in ((16, 16), (64, 64), (80, 80), (128, 128), (256, 256), (512, 512), (576, 512)):
         yield attend(backend, 9, 3, 1, 100, head_dim, value_dim, mx.bfloat16, mx.float16)
     for bits in (3, 4, 8):

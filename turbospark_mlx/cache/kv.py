@@ -43,7 +43,6 @@ class _KV:
         self._most = most
         self._buffer: mx.array | None = None
         self._history = History()
-        self._marks: WeakSet[Mark] = WeakSet()
         self._given_out = False
         self._writer: mx.array | None = None
 
@@ -88,8 +87,7 @@ class _KV:
         kernel is given to `written`.
         """
         end = self._end(length)
-        held = self._given_out or any(mark.buffer is self._buffer for mark in self._marks)
-        if held and self._buffer is not None:
+        if self._buffer is not None and self._held():
             self._settle()
             self._buffer, self._given_out = self._buffer * mx.array(1, self._buffer.dtype), False
         rows = end if self._most is None else min(end, self._most)
@@ -100,6 +98,10 @@ class _KV:
         self._advance(end)
         return self._buffer
 
+    def _held(self) -> bool:
+        """Whether someone else holds the buffer."""
+        return self._given_out
+
     def written(self, output: mx.array) -> None:
         """``output`` exists once the rows of `place` do. Nothing else tells MLX that the buffer has changed."""
         self._writer = output
@@ -108,7 +110,7 @@ class _KV:
         # A copy of an array shares its memory.
         self._give_out()
         twin = copy.copy(self)
-        twin._history, twin._marks = copy.deepcopy(self._history, memo), WeakSet()
+        twin._history = copy.deepcopy(self._history, memo)
         return twin
 
     def _give_out(self) -> None:
@@ -221,6 +223,7 @@ class RingKV(_KV):
     def __init__(self, window: int) -> None:
         super().__init__(window)
         self.window = window
+        self._marks: WeakSet[Mark] = WeakSet()
         self._oldest = 0
 
     def append(self, update: mx.array) -> tuple[mx.array, int]:
@@ -309,6 +312,14 @@ class RingKV(_KV):
     def reusable(self, prefix_len: int) -> int:
         target = min(prefix_len, self.offset)
         return target if max(0, target - self.window + 1) >= self._oldest else 0
+
+    def _held(self) -> bool:
+        return self._given_out or any(mark.buffer is self._buffer for mark in self._marks)
+
+    def __deepcopy__(self, memo: dict) -> RingKV:
+        twin = super().__deepcopy__(memo)
+        twin._marks = WeakSet()
+        return twin
 
     def mark(self) -> Mark:
         mark = Mark(self._history.stamp(self.offset), self._buffer, self._oldest)

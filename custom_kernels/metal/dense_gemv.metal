@@ -1,0 +1,61 @@
+    // y[m, n] = sum_k W[n, k] * x[m, k] + bias[n] over a W [N, K] of numbers, for the first rows of x, at most M. A
+    // simdgroup takes ROWS rows of W at a time, as often as the grid makes necessary, and its lanes eight columns each.
+    constexpr uint EIGHTS = K / 8;
+    const uint lane = thread_index_in_simdgroup, simds = simdgroups_per_threadgroup;
+    const uint present = min(uint(M), uint(x_shape[0]));
+    const uint step = threadgroups_per_grid.x * simds * ROWS, passes = (N + step - 1) / step;
+    for (uint pass = 0; pass < passes; ++pass) {
+      const uint group = threadgroup_position_in_grid.x * passes + pass;
+      const uint first = (group * simds + simdgroup_index_in_threadgroup) * ROWS;
+      Partial products[ROWS][M];
+      float rest[ROWS][M];
+      UNROLL
+      for (uint r = 0; r < ROWS; ++r) {
+        UNROLL
+        for (uint m = 0; m < M; ++m) {
+          products[r][m] = empty_partial();
+          rest[r][m] = 0.0f;
+        }
+      }
+      for (uint eight = lane; eight < EIGHTS; eight += SIMD_WIDTH) {
+        Packed<W> weights[ROWS];
+        Packed<T> values[M];
+        UNROLL
+        for (uint r = 0; r < ROWS; ++r) {
+          load_eight(w + min(first + r, uint(N - 1)) * K + eight * 8, weights[r]);
+        }
+        UNROLL
+        for (uint m = 0; m < M; ++m) {
+          load_eight(x + min(m, present - 1) * K + eight * 8, values[m]);
+        }
+        UNROLL
+        for (uint r = 0; r < ROWS; ++r) {
+          UNROLL
+          for (uint m = 0; m < M; ++m) {
+            products[r][m] = add_products(unpack_eight(weights[r]), unpack_eight(values[m]), products[r][m]);
+          }
+        }
+      }
+      for (uint k = EIGHTS * 8 + lane; k < K; k += SIMD_WIDTH) {
+        UNROLL
+        for (uint r = 0; r < ROWS; ++r) {
+          UNROLL
+          for (uint m = 0; m < M; ++m) {
+            rest[r][m] += float(w[min(first + r, uint(N - 1)) * K + k]) * float(x[min(m, present - 1) * K + k]);
+          }
+        }
+      }
+      UNROLL
+      for (uint r = 0; r < ROWS; ++r) {
+        UNROLL
+        for (uint m = 0; m < M; ++m) {
+          float value = simd_sum(collapse(products[r][m]) + rest[r][m]);
+          if (lane == 0 && first + r < N && m < present) {
+            if (BIAS) {
+              value += float(bias[first + r]);
+            }
+            y[m * N + first + r] = T(value);
+          }
+        }
+      }
+    }
