@@ -129,7 +129,7 @@ def test_gated_products(backend, rng, rows, activation, limit):
     assert backend.counters == {("gated_affine_matmul", "kernel"): 1}
 
 
-@pytest.mark.parametrize("softcap", [0.5, 30.0, 1e4])
+@pytest.mark.parametrize("softcap", [0.5, 1e4])
 def test_a_softcapped_head(backend, rng, softcap):
     matrix = oracle.random_affine(rng, 301, 96, 8, 32, mx.float16)
     x = normal(rng, 1, 96)

@@ -44,7 +44,7 @@ def test_inputs_that_a_variant_does_not_read_are_no_arguments(texts):
     signatures = {name: text[text.index(f"void {name}(") :].split("{")[0] for name, text in texts.items()}
     products = [s for name, s in signatures.items() if "dequant_gemv_simd" in name]
     named = {tuple(n for n in ("norm_weight", "bias", "residual") if f" {n} [[" in s) for s in products}
-    assert named == {(), ("residual",), ("norm_weight",), ("norm_weight", "bias", "residual")}
+    assert named == {(), ("bias",), ("residual",), ("norm_weight",), ("norm_weight", "bias", "residual")}
 
 
 THREADGROUP_ARRAY = re.compile(r"^ *threadgroup ([\w<>]+) (\w+)\[(.+)\];$", re.MULTILINE)
