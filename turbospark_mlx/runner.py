@@ -412,6 +412,8 @@ class Runner:
                 logits = self.model.head(hidden[:, -1:])[0, 0].astype(mx.float32) if head else None
         except BaseException:
             self._ahead = None
+            if self.experts is not None:
+                self.experts.settle()
             self._undo(start, marks)
             raise
         try:

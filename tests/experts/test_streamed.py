@@ -16,7 +16,7 @@ import pytest
 from tests.experts import layers
 from tests.experts.simulation import Simulation
 from turbospark_mlx.custom_kernels.backends import Backend, select
-from turbospark_mlx.errors import OptionError
+from turbospark_mlx.errors import BackendError, OptionError
 from turbospark_mlx.experts import chunks, open_experts
 from turbospark_mlx.gturbo import Install
 from turbospark_mlx.gturbo.files import OpenFile
@@ -248,6 +248,34 @@ def test_two_runners_over_one_install_in_two_threads(written, resident):
         thread.join()
     assert same(results[0], resident(backend))
     assert same(results[1], resident(backend))
+
+
+def test_two_threads_in_the_middle_of_one_layer_are_refused(written, resident, backend):
+    indices, x, weights = steps()[0]
+    with written.open() as install, open_experts(install, backend=backend, residency="streamed", slots=5) as store:
+        layer, failures = store(0, SPEC), []
+
+        def other():
+            try:
+                mx.eval(layer.finish(layer.begin(indices), x, weights))
+            except BackendError as error:
+                failures.append(str(error))
+
+        def in_another_thread():
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+            return len(failures)
+
+        mx.eval(indices, x, weights)
+        pending = layer.begin(indices)
+        assert in_another_thread() == 1
+        assert "serve one thread at a time, and thread 'MainThread' is in the middle" in failures[0]
+        assert np.array_equal(layer.finish(pending, x, weights), resident(backend)[0])
+        assert in_another_thread() == 1
+        layer.begin(indices)
+        store.settle()
+        assert in_another_thread() == 1
 
 
 def test_two_processes_over_one_install(written, resident):

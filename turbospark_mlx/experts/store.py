@@ -95,6 +95,11 @@ class ExpertStore:
             for layer in self._layers.values():
                 layer.idle = False
 
+    def settle(self) -> None:
+        """After an error in the middle of a pass: stop what it began."""
+        for layer in self._streamed():
+            layer.settle()
+
     def compile_kernels(self, rows: Iterable[int]) -> None:
         """Mix zeros, for each number of ``rows`` an expert, so that no kernel is compiled in the middle of an answer.
         MLX's own operations, which GPUs run, need none."""

@@ -12,6 +12,7 @@ Rules that everything else rests on:
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ import numpy as np
 
 from turbospark_mlx.custom_kernels import ExpertArena, Mixture, expert_mixture
 from turbospark_mlx.custom_kernels.backends import Backend
-from turbospark_mlx.errors import InstallError, OptionError
+from turbospark_mlx.errors import BackendError, InstallError, OptionError
 from turbospark_mlx.experts.chunks import mix_in_parts, most_rows
 from turbospark_mlx.experts.counters import ExpertCounters
 from turbospark_mlx.experts.reader import ExpertReader, Reads
@@ -89,6 +90,7 @@ class Streamed:
         self.arena, self._position, self._reader, self._backend = arena, position, reader, backend
         self._buffers = [blob[:read_bytes] for blob in arena.blobs]
         self._in_flight: Reads | None = None
+        self._user: threading.Thread | None = None
         self._unevaluated: list[tuple[frozenset[int], list[mx.array]]] = []
 
     def begin(self, indices: mx.array) -> _Pending:
@@ -97,6 +99,13 @@ class Streamed:
         pending = _Pending(indices)
         if self.idle:
             return pending
+        user = self._user
+        if user is not None and user is not threading.current_thread() and user.is_alive():
+            raise BackendError(
+                f"Streamed experts serve one thread at a time, and thread {user.name!r} is in the middle of a layer."
+                " Open the model once for each thread."
+            )
+        self._user = threading.current_thread()
         if self._backend.device == "cpu":
             pending.chosen = self._host(indices)
             if pending.chosen.size:
@@ -111,6 +120,7 @@ class Streamed:
     def finish(
         self, pending: _Pending, x: mx.array, weights: mx.array, *, meanwhile: tuple[mx.array, ...] = ()
     ) -> mx.array:
+        self._user = None
         if self.idle or x.shape[0] == 0:
             return mx.zeros(x.shape, x.dtype)
         if pending.slots is not None:
@@ -127,6 +137,16 @@ class Streamed:
             return self._mix(chunk, batch, x, weights)
 
         return mix_in_parts(mix, pending.chosen, x, weights)
+
+    def settle(self) -> None:
+        """After an error between ``begin`` and ``finish``: return when nothing is written into slots any more."""
+        self._user = None
+        self._settle()
+
+    def _settle(self) -> None:
+        if self._in_flight is not None:
+            self._in_flight.abandon()
+            self._in_flight = None
 
     def load(self, experts: Sequence[int]) -> None:
         """Read experts, at most as many as there are slots, before any is wanted. They count as misses."""
@@ -149,24 +169,32 @@ class Streamed:
     def _mix(self, chunk: _Chunk, batch: _Batch, x: mx.array, weights: mx.array) -> mx.array:
         chosen = chunk.chosen
         slot_of = np.zeros(len(self.table.use_count), np.int32)
-        if chunk.in_one:
+        if chunk.in_one and self._backend.device == "gpu":
+            # One operation for all of them, as where everything is resident.
             self._complete(batch)
             slot_of[list(batch.plan.experts)] = batch.plan.slots
             y = self._mix_slots(mx.array(slot_of[chosen]), x, weights)
             self._will_read(batch.plan.slots, [y])
             return y
-        mixture = Mixture(x, weights, blob=self.arena.blob, backend=self._backend)
-        flat = chosen.ravel()
+        mixture, flat = Mixture(x, weights, blob=self.arena.blob, backend=self._backend), chosen.ravel()
+
+        def add(experts: Sequence[int]) -> None:
+            pairs = np.flatnonzero(np.isin(flat, experts))
+            self._will_read(slot_of[list(experts)], mixture.add(self.arena, pairs, slot_of[flat[pairs]]))
+
         while batch is not None:
-            self._complete(batch)
             plan, following = batch.plan, None
+            slot_of[list(plan.experts)] = plan.slots
+            read = [plan.experts[miss] for miss in plan.misses]
+            if here := [expert for expert in plan.experts if expert not in read]:
+                # While the others are being read.
+                add(here)
+            self._complete(batch)
             # What is read now may not go where the experts of this batch are about to be used.
             if more := chunk.take(len(self.table) - len(plan.slots)):
                 following = self._start(more, protected=plan.slots)
-            slot_of[list(plan.experts)] = plan.slots
-            pairs = np.flatnonzero(np.isin(flat, plan.experts))
-            made = mixture.add(self.arena, pairs, slot_of[flat[pairs]])
-            self._will_read(plan.slots, made)
+            if read:
+                add(read)
             if following is None and (more := chunk.take(len(self.table))):
                 following = self._start(more)
             batch = following
@@ -180,10 +208,7 @@ class Streamed:
 
     def _start(self, wanted: list[int], protected: Collection[int] = ()) -> _Batch:
         """Place experts, and begin to read those that are missing."""
-        if self._in_flight is not None:
-            # Left behind by a layer that raised: its threads may still be writing into slots.
-            self._in_flight.abandon()
-            self._in_flight = None
+        self._settle()
         plan = self.table.plan(wanted, protected)
         assert plan is not None, f"{len(wanted)} experts beside {len(protected)} in {len(self.table)} slots"
         self.counters.hits += plan.hits
@@ -219,7 +244,7 @@ class Streamed:
         if self._backend.device == "cpu":
             return
         mx.async_eval(arrays)
-        self._unevaluated.append((frozenset(slots), arrays))
+        self._unevaluated.append((frozenset(map(int, slots)), arrays))
         if len(self._unevaluated) > _UNEVALUATED:
             mx.eval(self._unevaluated.pop(0)[1])
 
