@@ -7,6 +7,7 @@ them back to where the call began or, where the evaluation itself failed, emptie
 
 from __future__ import annotations
 
+import math
 import operator
 import os
 import threading
@@ -45,6 +46,16 @@ class Mark:
 
     position: int
     layers: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A step on its way: the token that was fed, the logits behind it, and their largest, as a token and as a logit."""
+
+    fed: mx.array
+    logits: mx.array
+    likeliest: mx.array
+    peak: mx.array
 
 
 @dataclass(frozen=True)
@@ -138,7 +149,8 @@ class Runner:
         chosen_on_host = self.experts is not None and self.experts.on_host
         self._step = DecodeStep(model, fixed=not chosen_on_host)
         self._looks_ahead = model.backend.device == "gpu" and not chosen_on_host
-        self._ahead: tuple[mx.array, mx.array] | None = None
+        self._ahead: _Begun | None = None
+        self._last: _Begun | None = None
 
     @classmethod
     def open(
@@ -279,6 +291,17 @@ class Runner:
         """
         self._check_usable()
         return self._forward(self._admit([token_id]), head=True, ahead=ahead)
+
+    def likeliest(self) -> int | None:
+        """The most probable token behind the last ``decode`` that looked ahead; None where that is not known, or where
+        the logits are not all numbers.
+
+        It is known without bringing the logits to the host, which costs a GPU's user a good part of a token's time.
+        """
+        self._check_usable()
+        if self._last is None or not math.isfinite(self._last.peak.item()):
+            return None
+        return self._last.likeliest.item()
 
     def mark(self) -> Mark:
         """A point to come back to with ``rollback``. It holds the caches' buffers, not a copy."""
@@ -427,20 +450,33 @@ class Runner:
 
     def _decode_step(self, token: int, ahead: bool) -> mx.array:
         """Logits behind ``token``, which may have been begun before; ``ahead`` begins with the next."""
-        begun = self._ahead
-        if begun is not None and begun[0].item() == token:
-            self._ahead, logits = None, begun[1]
+        begun, self._last = self._ahead, None
+        if begun is not None and begun.fed.item() == token:
+            self._ahead = None
         else:
             self._forget_ahead()
-            logits = self._step(token, self._cache)
-        if ahead and self._looks_ahead and self.position + 2 <= self.max_context:
-            likeliest = mx.argmax(logits).astype(mx.int32).reshape(1, 1)
-            self._ahead = likeliest, self._step(likeliest, self._cache)
-            mx.async_eval(*self._ahead)
-        return logits
+            begun = None
+        if not (ahead and self._looks_ahead):
+            return self._step(token, self._cache) if begun is None else begun.logits
+        if begun is None:
+            begun = self._begin(mx.array([[token]], mx.int32))
+        if self.position + 2 <= self.max_context:
+            self._ahead = self._begin(begun.likeliest)
+        self._last = begun
+        return begun.logits
+
+    def _begin(self, token: mx.array) -> _Begun:
+        """Run a token without waiting. What the next step needs is evaluated with this one, because whoever waits for
+        one result of an evaluation waits for all of them."""
+        logits = self._step(token, self._cache)
+        likeliest = mx.argmax(logits).astype(mx.int32).reshape(1, 1)
+        begun = _Begun(token, logits, likeliest, mx.max(logits))
+        mx.async_eval(logits, likeliest, begun.peak)
+        return begun
 
     def _forget_ahead(self) -> None:
         """Bring the caches back from a step that was begun and is not wanted."""
+        self._last = None
         if self._ahead is not None:
             self._ahead = None
             trim_all(self._cache, self.position)
@@ -453,5 +489,5 @@ class Runner:
             trim_all(self._cache, start)
 
     def _empty(self) -> None:
-        self._ids, self._ahead = [], None
+        self._ids, self._ahead, self._last = [], None, None
         self._cache = self.model.make_cache(self.max_context)
