@@ -13,7 +13,7 @@
     const uint self = simd * SIMD_WIDTH + lane;
     const uint head = threadgroup_position_in_grid.x % H, b = threadgroup_position_in_grid.x / H, kv_head = head / (H / KV);
     const uint capacity = cache_shape[3], position = uint(start[0]), slot = position % capacity;
-    const uint rows = min(position + 1, capacity);
+    const uint others = min(position + 1, capacity) - 1;
     const device T* projected = qkv + b * (H + 2 * KV) * D;
     const device T* value_row = projected + (H + KV + kv_head) * D;
     device T* keys = (device T*)cache + (b * KV + kv_head) * capacity * D;
@@ -47,14 +47,14 @@
       peak = dot;
       total = 1.0f;
     }
-    for (uint first = simd * KEYS; first < rows; first += SIMDGROUPS * KEYS) {
+    for (uint first = simd * KEYS; first < others; first += SIMDGROUPS * KEYS) {
       float score[KEYS], value[KEYS][COUNT];
       UNROLL
       for (uint j = 0; j < KEYS; ++j) {
         float key[COUNT];
-        const uint t = min(first + j, rows - 1);
-        load_dense<D, COUNT>(keys + t * D, lane, key);
-        load_dense<D, COUNT>(values + t * D, lane, value[j]);
+        const uint other = min(first + j, others - 1), row = other < slot ? other : other + 1;
+        load_dense<D, COUNT>(keys + row * D, lane, key);
+        load_dense<D, COUNT>(values + row * D, lane, value[j]);
         score[j] = 0.0f;
         UNROLL
         for (uint e = 0; e < COUNT; ++e) {
@@ -65,7 +65,7 @@
       UNROLL
       for (uint j = 0; j < KEYS; ++j) {
         score[j] = simd_sum(score[j]);
-        score[j] = first + j < rows && first + j != slot ? score[j] : -INFINITY;
+        score[j] = first + j < others ? score[j] : -INFINITY;
         highest = max(highest, score[j]);
       }
       const float shrink = exp(peak - highest);
@@ -81,8 +81,7 @@
         total += weight;
         UNROLL
         for (uint e = 0; e < COUNT; ++e) {
-          // A row that is hidden may hold anything.
-          sum[e] += weight == 0.0f ? 0.0f : weight * value[j][e];
+          sum[e] += weight * value[j][e];
         }
       }
     }
