@@ -9,6 +9,8 @@ from turbospark_mlx.custom_kernels.affine import affine_embedding, affine_matmul
 from turbospark_mlx.custom_kernels.append_attention import APPEND_ATTENTION, append_attention
 from turbospark_mlx.custom_kernels.dense import dense_matmul
 from turbospark_mlx.custom_kernels.emulator import emulate
+from turbospark_mlx.custom_kernels.expert_arena import BlobMatrix, ExpertArena, ExpertBlob
+from turbospark_mlx.custom_kernels.experts import Mixture, expert_mixture
 from turbospark_mlx.custom_kernels.head import greedy_head
 from turbospark_mlx.custom_kernels.norm import add_rms_norm, gated_rms_norm, rms_norm, rms_norm_add
 from turbospark_mlx.custom_kernels.rotary import appends, qkv_append, qkv_epilogue, rotation_table
@@ -35,6 +37,10 @@ OPS = (
 
 __all__ = [
     "OPS",
+    "BlobMatrix",
+    "ExpertArena",
+    "ExpertBlob",
+    "Mixture",
     "add_rms_norm",
     "affine_embedding",
     "affine_matmul",
@@ -45,6 +51,7 @@ __all__ = [
     "cache_attention",
     "dense_matmul",
     "emulate",
+    "expert_mixture",
     "gated_affine_matmul",
     "gated_rms_norm",
     "greedy_head",
