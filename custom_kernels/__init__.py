@@ -4,7 +4,17 @@ Every op takes the back end that `backends.select` returned. Results have the dt
 in float32. A reference is the op's definition and may be slow.
 """
 
-from turbospark_mlx.custom_kernels import affine, backends, decode_attention, dense, head, norm, rotary, rotation
+from turbospark_mlx.custom_kernels import (
+    affine,
+    backends,
+    decode_attention,
+    dense,
+    experts_cpu,
+    head,
+    norm,
+    rotary,
+    rotation,
+)
 from turbospark_mlx.custom_kernels.affine import affine_embedding, affine_matmul, gated_affine_matmul
 from turbospark_mlx.custom_kernels.append_attention import APPEND_ATTENTION, append_attention
 from turbospark_mlx.custom_kernels.dense import dense_matmul
@@ -32,6 +42,7 @@ OPS = (
     rotation.ROTATE,
     decode_attention.ATTENTION,
     APPEND_ATTENTION,
+    experts_cpu.EXPERT_MIXTURE,
 )
 """Every op, as what `backends.Backend.counters` counts: its kernels, and when they are taken."""
 

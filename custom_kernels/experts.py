@@ -65,7 +65,7 @@ def expert_mixture(
         mixture = Mixture(x, weights, blob=arena.blob, backend=backend)
         mixture.add(arena, np.arange(slots.size), np.array(slots).reshape(-1))
         return mixture.result()
-    backend.count("expert_mixture", "mlx")
+    backend.count(experts_cpu.EXPERT_MIXTURE.name, "mlx")
     rows, top_k = slots.shape
     flat = slots.reshape(-1)
     if rows == 1:
@@ -98,7 +98,7 @@ class Mixture:
         order = np.argsort(slots, kind="stable")
         pairs, slots = pairs[order], slots[order]
         if not self._on_cpu:
-            self._backend.count("expert_mixture", "mlx")
+            self._backend.count(experts_cpu.EXPERT_MIXTURE.name, "mlx")
             rows = self._x[mx.array(pairs // self._top_k)][:, None]
             made = _products(arena, mx.array(slots.astype(np.uint32)), rows, ordered=True)
             self._pairs.append(pairs)

@@ -11,8 +11,12 @@ import numpy as np
 
 from turbospark_mlx.custom_kernels import gemv, lookup
 from turbospark_mlx.custom_kernels.backends import Backend, blas, host
+from turbospark_mlx.custom_kernels.backends.op import Op
 from turbospark_mlx.custom_kernels.expert_arena import BlobMatrix, ExpertArena, ExpertBlob
 
+EXPERT_MIXTURE = Op(
+    "expert_mixture", (gemv.KERNEL,), rows=gemv.ROWS, only="of packed matrices", cpu="blas", device="cpu"
+)
 GELU_SCALE = np.float32(np.sqrt(2 / np.pi))
 
 
@@ -45,11 +49,11 @@ def weighted_sum(products: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 def _product(matrix: BlobMatrix, views: list[np.ndarray], x: np.ndarray, backend: Backend) -> np.ndarray:
     compiled = backend.name == "host" and matrix.bits is not None
-    if compiled and len(x) <= gemv.ROWS:
-        backend.count("expert_mixture", "kernel")
+    if compiled and EXPERT_MIXTURE.serves(backend, mx.float32, rows=len(x)):
+        backend.count(EXPERT_MIXTURE.name, "kernel")
         y = _gemv(matrix, views, x)
     else:
-        backend.count("expert_mixture", "blas")
+        backend.count(EXPERT_MIXTURE.name, "blas")
         y = np.empty((len(x), matrix.rows), np.float32)
         step = max(1, blas.SCRATCH_BYTES // (4 * matrix.columns))
         for start in range(0, matrix.rows, step):
