@@ -103,7 +103,8 @@ def product_speed(
         {
             "ours": lambda: [ck.affine_matmul(x, *parts, **options, backend=backend) for parts in copies],
             "mlx": lambda: [mx.quantized_matmul(x, *parts, transpose=True, **options) for parts in copies],
-        }
+        },
+        compiled=backend.device == "gpu",
     )
     rate(report, f"int{bits} {out} x {columns}", len(copies), size, seconds, bandwidth)
 
@@ -124,7 +125,8 @@ def sweep(
         {
             name: lambda call=call: [backend.launch(call, (*parts, x, None, None, None))[0] for parts in copies]
             for name, call in calls.items()
-        }
+        },
+        compiled=True,
     )
     for name, value in sorted(seconds.items(), key=lambda item: item[1]):
         speed = size * len(copies) / value
@@ -152,7 +154,8 @@ def attention_speed(
         {
             "ours": lambda: [ck.cache_attention(q, c, start, scale=scale, backend=backend) for c in caches],
             "mlx": lambda: [mx.fast.scaled_dot_product_attention(q, c[0], c[1], scale=scale) for c in caches],
-        }
+        },
+        compiled=backend.device == "gpu",
     )
     rate(report, f"attention {heads}/{kv_heads} D {head_dim} over {keys} keys", count, size, seconds, bandwidth)
 
@@ -162,6 +165,7 @@ def main() -> None:
     parser.add_argument("--kernels", default="auto", help="back end; see turbospark_mlx.custom_kernels.backends.select")
     parser.add_argument("--sweep", action="store_true", help="try other launch sizes (GPUs)")
     parser.add_argument("--parity-only", action="store_true")
+    parser.add_argument("--speed-only", action="store_true")
     parser.add_argument("--parity-report", type=Path, metavar="FILE", help="write the parity report to commit (JSON)")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write all that is printed to this file")
     args = parser.parse_args()
@@ -173,7 +177,7 @@ def main() -> None:
     report = Report()
     name = f"{datetime.now(UTC):%Y-%m-%d}, {device_name(backend)}"
     report(f"{name}, mlx {mx.__version__}, back end {backend.name}: {backend.reason}")
-    agree = parity(report, backend, args.parity_report)
+    agree = args.speed_only or parity(report, backend, args.parity_report)
 
     if not args.parity_only:
         total = 1 << 30 if on_gpu else 1 << 28
