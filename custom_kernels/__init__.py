@@ -6,6 +6,7 @@ in float32. A reference is the op's definition and may be slow.
 
 from turbospark_mlx.custom_kernels import backends
 from turbospark_mlx.custom_kernels.affine import affine_embedding, affine_matmul, gated_affine_matmul
+from turbospark_mlx.custom_kernels.append_attention import append_attention
 from turbospark_mlx.custom_kernels.dense import dense_matmul
 from turbospark_mlx.custom_kernels.emulator import emulate
 from turbospark_mlx.custom_kernels.head import greedy_head
@@ -17,6 +18,7 @@ __all__ = [
     "add_rms_norm",
     "affine_embedding",
     "affine_matmul",
+    "append_attention",
     "appends",
     "attention",
     "backends",

@@ -17,6 +17,7 @@ KERNEL = Kernel(
     "fused_qkv_epilogue",
     inputs=("qkv", "rotation", "q_norm", "k_norm", "cache", "start"),
     outputs=("q", "kv"),
+    headers=("rotated_head",),
     writes=("cache",),
 )
 VALUES_PER_GROUP = 1 << 14
@@ -148,7 +149,13 @@ def qkv_append(
     ``start``, an int32 array ``[1]``, on. MLX does not know of it: wait for ``q``, or for what is computed from it,
     before the cache is read by anything but `cache_attention` of this ``q``. Raises OptionError as `qkv_epilogue` does.
     """
-    head_dim = _check("qkv_append", qkv.shape, rotation, heads, kv_heads, q_norm, k_norm, eps)
+    check_append("qkv_append", qkv, rotation, cache, heads, kv_heads, q_norm, k_norm, eps)
+    return _launch(qkv, rotation, heads, kv_heads, q_norm, k_norm, eps, cache, start, backend)[0]
+
+
+def check_append(op: str, qkv, rotation, cache, heads, kv_heads, q_norm, k_norm, eps) -> int:
+    """Check that rows fit a cache; returns D. Raises OptionError."""
+    head_dim = _check(op, qkv.shape, rotation, heads, kv_heads, q_norm, k_norm, eps)
     batch, length, _ = qkv.shape
     if (
         cache.ndim != 5
@@ -157,10 +164,10 @@ def qkv_append(
         or cache.dtype != qkv.dtype
     ):
         raise OptionError(
-            f"qkv_append: the cache is {cache.dtype} {list(cache.shape)}; {length} rows of {qkv.dtype} need "
+            f"{op}: the cache is {cache.dtype} {list(cache.shape)}; {length} rows of {qkv.dtype} need "
             f"[2, {batch}, {kv_heads}, at least {length}, {head_dim}]"
         )
-    return _launch(qkv, rotation, heads, kv_heads, q_norm, k_norm, eps, cache, start, backend)[0]
+    return head_dim
 
 
 def _check(op: str, shape, rotation, heads, kv_heads, q_norm, k_norm, eps) -> int:

@@ -27,3 +27,8 @@ METAL_FUNC void load_lane(const half* row, int64_t, uint, float* values) {
     values[i] = float(row[i]);
   }
 }
+
+template <int WIDTH, int COUNT, typename T>
+METAL_FUNC void load_dense(const T* row, uint lane, float* values) {
+  load_lane<WIDTH, COUNT>(row, 1, lane, values);
+}

@@ -57,7 +57,11 @@
       UNROLL
       for (int j = 0; j < KEYS; ++j) {
         float key[D_COUNT];
-        load_lane<D, D_COUNT>(keys + min(first + j, end - 1) * key_step, k_strides[CACHE + 3], lane, key);
+        if (CACHE) {
+          load_dense<D, D_COUNT>(keys + min(first + j, end - 1) * key_step, lane, key);
+        } else {
+          load_lane<D, D_COUNT>(keys + min(first + j, end - 1) * key_step, k_strides[3], lane, key);
+        }
         UNROLL
         for (uint i = 0; i < QUERIES; ++i) {
           float dot = 0.0f;
@@ -95,7 +99,11 @@
       UNROLL
       for (int j = 0; j < KEYS; ++j) {
         float value[E_COUNT];
-        load_lane<E, E_COUNT>(values + min(first + j, end - 1) * value_step, CACHE ? k_strides[4] : v_strides[3], lane, value);
+        if (CACHE) {
+          load_dense<E, E_COUNT>(values + min(first + j, end - 1) * value_step, lane, value);
+        } else {
+          load_lane<E, E_COUNT>(values + min(first + j, end - 1) * value_step, v_strides[3], lane, value);
+        }
         UNROLL
         for (uint i = 0; i < QUERIES; ++i) {
           UNROLL

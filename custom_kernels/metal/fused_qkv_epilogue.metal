@@ -1,8 +1,7 @@
     // qkv [B, L, (H + 2 KV) * D], the rows of a joint projection -> q [B, H, L, D] and keys and values. Queries and keys are
-    // rotated: pairs (i, i + D / 2) by rotation [L, D / 2, 2], which holds cosines and sines. With NORM each of their heads
-    // is RMS-normalized before. Without a cache, keys and values are kv [2, B, KV, L, D]; with APPEND they are written into
-    // cache [2, B, KV, capacity, D], position p into row p % capacity, and start [1] is the first position.
-    // Simdgroups take one head of one token at a time.
+    // normalized and rotated (rotated_head.h) by rotation [L, D / 2, 2]. Without a cache, keys and values are kv [2, B, KV,
+    // L, D]; with APPEND they are written into cache [2, B, KV, capacity, D], position p into row p % capacity, and start
+    // [1] is the first position. Simdgroups take one head of one token at a time.
     constexpr uint HEADS = H + 2 * KV;
     const uint lane = thread_index_in_simdgroup;
     const uint step = threadgroups_per_grid.x * simdgroups_per_threadgroup;
@@ -22,27 +21,13 @@
           to = (device T*)kv + (kv_head * length + l) * D;
         }
       }
-      float inverse_rms = 1.0f;
-      if (NORM && part < 2) {
-        float squares = 0.0f;
+      if (part == 0) {
+        rotated_head<T, D, NORM>(from, q_norm, as_type<float>(EPSILON_BITS), rotation + l * D, to, lane);
+      } else if (part == 1) {
+        rotated_head<T, D, NORM>(from, k_norm, as_type<float>(EPSILON_BITS), rotation + l * D, to, lane);
+      } else {
         for (uint i = lane; i < D; i += SIMD_WIDTH) {
-          squares += float(from[i]) * float(from[i]);
+          to[i] = from[i];
         }
-        inverse_rms = rsqrt(simd_sum(squares) / D + as_type<float>(EPSILON_BITS));
-      }
-      for (uint i = lane; i < D / 2; i += SIMD_WIDTH) {
-        float first = float(from[i]), second = float(from[i + D / 2]);
-        if (part < 2) {
-          if (NORM) {
-            first *= inverse_rms * float(part == 0 ? q_norm[i] : k_norm[i]);
-            second *= inverse_rms * float(part == 0 ? q_norm[i + D / 2] : k_norm[i + D / 2]);
-          }
-          const float cosine = rotation[(l * (D / 2) + i) * 2], sine = rotation[(l * (D / 2) + i) * 2 + 1];
-          const float turned = first * cosine - second * sine;
-          second = second * cosine + first * sine;
-          first = turned;
-        }
-        to[i] = T(first);
-        to[i + D / 2] = T(second);
       }
     }

@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from turbospark_mlx.cache import LinearKV, RingKV
-from turbospark_mlx.custom_kernels import appends, backends, cache_attention, qkv_append, qkv_epilogue
+from turbospark_mlx.custom_kernels import append_attention, appends, backends, qkv_epilogue
 from turbospark_mlx.families.layers import Builder, Format, Module, Positions, RMSNorm, RoPE, project
 from turbospark_mlx.families.llama.config import LlamaConfig
 from turbospark_mlx.families.llama.weights import expected
@@ -64,9 +64,8 @@ class Attention(Module):
             qkv, rotation = project(joint, x, norm=norm), positions.rotation(self.rope)
             if cache is not None and cache.places(L) and appends(qkv, self._backend):
                 kv = cache.place(L, (B, self._kv_heads, self.head_dim), qkv.dtype)
-                q = qkv_append(qkv, rotation, kv, positions.start, **sizes)
-                cache.written(q)
-                y = cache_attention(q, kv, positions.start, **options, backend=self._backend)
+                y = append_attention(qkv, rotation, kv, positions.start, **sizes, **options)
+                cache.written(y)
                 return project(self.o_proj, y, residual=residual)
             q, kv = qkv_epilogue(qkv, rotation, **sizes)
             kv, keys = (kv, L) if cache is None else cache.append(kv)

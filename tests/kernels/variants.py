@@ -7,7 +7,8 @@ import mlx.core as mx
 import numpy as np
 
 from turbospark_mlx import custom_kernels as ck
-from turbospark_mlx.custom_kernels import gemv, rotary, sdpa
+from turbospark_mlx.custom_kernels import gemv
+from turbospark_mlx.custom_kernels.append_attention import append_attention_reference
 from turbospark_mlx.custom_kernels.backends import Backend
 
 Call = tuple[Callable[..., mx.array], list[mx.array]]
@@ -109,27 +110,26 @@ def norms(backend, shape, dtype, weight_dtype):
     yield scaled, [x, weight, stream, mx.ones((1,), weight_dtype)]
 
 
-def step(backend, length, capacity, start, dtype, *, window):
+def step(backend, length, capacity, start, head_dim, dtype, *, window=None, normed=False, sinks=False):
     """Attention of a decode step over a cache that the rows are first written into, in place."""
-    heads, kv_heads, head_dim = 4, 2, 64
+    sizes, options = {"heads": 4, "kv_heads": 2}, {"scale": 0.125, "mask": "causal", "window": window}
+    optional = {"q_norm": normal(head_dim, dtype=dtype), "k_norm": normal(head_dim, dtype=dtype)} if normed else {}
+    if sinks:
+        optional["sinks"] = normal(4, dtype=dtype)
     arrays = [
-        normal(1, length, (heads + 2 * kv_heads) * head_dim, dtype=dtype),
+        normal(1, length, 8 * head_dim, dtype=dtype),
         normal(length, head_dim // 2, 2),
-        normal(2, 1, kv_heads, capacity, head_dim, dtype=dtype),
+        normal(2, 1, 2, capacity, head_dim, dtype=dtype),
         mx.array([start], dtype=mx.int32),
+        *optional.values(),
     ]
 
-    def call(qkv, rotation, cache, start):
-        sizes = {"heads": heads, "kv_heads": kv_heads}
+    def call(qkv, rotation, cache, start, *rest):
+        named = sizes | options | dict(zip(optional, rest, strict=True)) | ({"eps": 1e-6} if normed else {})
         if not ck.appends(qkv, backend):
-            q, cache = rotary.qkv_append_reference(qkv, rotation, cache, start, **sizes)
-            attended = sdpa.cache_attention_reference(q, cache, start, scale=0.125, mask="causal", window=window)
-        else:
-            cache = cache + 0  # the test's own is not to change
-            q = ck.qkv_append(qkv, rotation, cache, start, **sizes, backend=backend)
-            options = {"scale": 0.125, "mask": "causal", "window": window, "backend": backend}
-            attended = ck.cache_attention(q, cache, start, **options)
-        return q, attended, cache
+            return append_attention_reference(qkv, rotation, cache, start, **named)
+        cache = cache + 0  # the test's own is not to change
+        return ck.append_attention(qkv, rotation, cache, start, **named, backend=backend), cache
 
     return call, arrays
 
@@ -170,5 +170,8 @@ def variants(backend: Backend) -> Iterator[Call]:
         yield from norms(backend, (1, 3, 4096), dtype, mx.bfloat16)
         yield from norms(backend, (2, 5, 3, 80), dtype, dtype)
     for dtype in DTYPES:
-        yield step(backend, 1, 40, 21, dtype, window=None)
-        yield step(backend, 3, 40, 30, dtype, window=9)
+        yield step(backend, 1, 40, 21, 64, dtype)
+        yield step(backend, 1, 300, 290, 128, dtype, normed=True)
+        yield step(backend, 1, 17, 40, 80, dtype, sinks=True)
+        yield step(backend, 1, 1100, 1050, 128, dtype)
+        yield step(backend, 3, 40, 30, 64, dtype, window=9)
