@@ -3,6 +3,10 @@
 python benchmarks/decode.py                        # smollm2-135m, pulled if need be
 python benchmarks/decode.py --gguf SmolLM2-135M-Instruct.Q4_1.gguf   # llama.cpp too
 python benchmarks/decode.py --model ./x.gturbo --prompt-tokens 128 --new-tokens 32 --repeats 5
+python benchmarks/decode.py --shape llama-8b --new-tokens 128        # random INT4 weights made in memory: a GPU
+
+The share is what a token must read at least (weights and cache) a second, of the memory bandwidth measured in the same
+run. Host time is what a token takes beside waiting for the device.
 """
 
 from __future__ import annotations
@@ -11,65 +15,137 @@ import argparse
 import platform
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
-from peers import llama_cpp_model, llama_cpp_speeds, mlx_lm_model, mlx_lm_speeds
+import numpy as np
+from measure import memory_bandwidth
+from peers import llama_cpp_model, llama_cpp_speeds, mlx_lm_model, mlx_lm_speeds, mlx_lm_twin
+from shapes import SHAPES, STORED, bytes_a_token, make_model
 
 from turbospark_mlx import Runner
+from turbospark_mlx.custom_kernels import backends
 from turbospark_mlx.store import resolve
 
 PASSAGE = Path(__file__).parents[1] / "tests" / "golden" / "alice.txt"
+OURS = "turbospark-mlx"
+
+
+def likeliest(logits: mx.array) -> int:
+    """On the host, as the generation loop does: a step that was begun ahead keeps the device busy."""
+    return int(np.argmax(np.array(logits, copy=False)))
 
 
 def our_speeds(runner: Runner, prompt: list[int], new_tokens: int) -> tuple[float, float]:
     """(prefill, decode) in tokens a second, greedy."""
     runner.reset()
     start = time.perf_counter()
-    logits = runner.prefill(prompt)
-    token = int(mx.argmax(logits))
+    token = likeliest(runner.prefill(prompt))
     prefilled = time.perf_counter()
     for _ in range(new_tokens):
-        token = int(mx.argmax(runner.decode(token)))
+        token = likeliest(runner.decode(token, ahead=True))
     return len(prompt) / (prefilled - start), new_tokens / (time.perf_counter() - prefilled)
+
+
+def host_seconds(runner: Runner, prompt: list[int], new_tokens: int) -> float:
+    """Seconds a decoded token that are not spent in `mx.eval`, which waits for the device."""
+    waited, evaluate = 0.0, mx.eval
+
+    def timed(*arrays) -> None:
+        nonlocal waited
+        start = time.perf_counter()
+        evaluate(*arrays)
+        waited += time.perf_counter() - start
+
+    runner.reset()
+    token = likeliest(runner.prefill(prompt))
+    # The first step is begun with its own token; those after it have been begun before.
+    token = likeliest(runner.decode(token, ahead=True))
+    mx.eval = timed
+    try:
+        start = time.perf_counter()
+        for _ in range(new_tokens):
+            token = likeliest(runner.decode(token, ahead=True))
+        return (time.perf_counter() - start - waited) / new_tokens
+    finally:
+        mx.eval = evaluate
+
+
+def subjects_of_an_install(
+    args: argparse.Namespace,
+) -> tuple[str, Runner, list[int], dict[str, Callable[[], tuple[float, float]]]]:
+    path = resolve(args.model)
+    runner = Runner.open(path, kernels=args.kernels)
+    prompt = runner.tokenizer.encode(PASSAGE.read_text())[: args.prompt_tokens]
+    subjects = {OURS: lambda: our_speeds(runner, prompt, args.new_tokens)}
+    for label, dtype in (("mlx-lm float32", mx.float32), ("mlx-lm default", None)):
+        model = mlx_lm_model(path, dtype)
+        subjects[label] = lambda model=model: mlx_lm_speeds(model, prompt, args.new_tokens)
+    if args.gguf:
+        peer = llama_cpp_model(args.gguf, context=len(prompt) + args.new_tokens + 8)
+        subjects["llama.cpp"] = lambda: llama_cpp_speeds(peer, prompt, args.new_tokens)
+    return path.name, runner, prompt, subjects
+
+
+def subjects_of_a_shape(
+    args: argparse.Namespace,
+) -> tuple[str, Runner, list[int], dict[str, Callable[[], tuple[float, float]]]]:
+    config, backend = SHAPES[args.shape], backends.select(args.kernels)
+    model = make_model(config, backend)
+    runner = Runner(model, max_context=args.prompt_tokens + args.new_tokens + 8)
+    prompt = np.random.default_rng(1).integers(0, config["vocab_size"], args.prompt_tokens).tolist()
+    # On a CPU mlx-lm is faster in float32 than in the dtype of the weights.
+    twin = mlx_lm_twin(model, config, STORED, mx.float32 if backend.device == "cpu" else None)
+    subjects = {
+        OURS: lambda: our_speeds(runner, prompt, args.new_tokens),
+        "mlx-lm": lambda: mlx_lm_speeds(twin, prompt, args.new_tokens),
+    }
+    return f"{args.shape}, random INT4 weights", runner, prompt, subjects
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m", help="alias or install directory")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--model", default="smollm2-135m", help="alias or install directory")
+    what.add_argument("--shape", choices=tuple(SHAPES), help="a model of this shape, without an install")
+    parser.add_argument("--kernels", default="auto", choices=backends.KERNELS, help="our back end")
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--gguf", type=Path, help="also measure llama.cpp on this file of the same model")
     args = parser.parse_args()
+    if args.shape and args.gguf:
+        parser.error("--gguf needs the same weights, which --shape makes up")
 
-    path = resolve(args.model)
-    runner = Runner.open(path)
-    prompt = runner.tokenizer.encode(PASSAGE.read_text())[: args.prompt_tokens]
-    subjects = {"turbospark-mlx": lambda: our_speeds(runner, prompt, args.new_tokens)}
-    for label, dtype in (("mlx-lm float32", mx.float32), ("mlx-lm default", None)):
-        model = mlx_lm_model(path, dtype)
-        subjects[label] = lambda model=model: mlx_lm_speeds(model, prompt, args.new_tokens)
-
-    if args.gguf:
-        peer = llama_cpp_model(args.gguf, context=len(prompt) + args.new_tokens + 8)
-        subjects["llama.cpp"] = lambda: llama_cpp_speeds(peer, prompt, args.new_tokens)
-
+    name, runner, prompt, subjects = (subjects_of_a_shape if args.shape else subjects_of_an_install)(args)
+    on_gpu = runner.model.backend.device == "gpu"
+    for measure in subjects.values():
+        measure()
     speeds = {label: [] for label in subjects}
     for _ in range(args.repeats):
         for label, measure in subjects.items():
             speeds[label].append(measure())
 
-    print(f"{path.name} on {mx.default_device()}, {platform.processor() or platform.machine()}; mlx {mx.__version__}")
+    device = mx.device_info()["device_name"] if on_gpu else platform.processor() or platform.machine()
+    print(f"{name} on {device}; mlx {mx.__version__}, {runner.model.backend.name}: {runner.model.backend.reason}")
     print(f"{len(prompt)} prompt tokens, {args.new_tokens} new tokens, median of {args.repeats} interleaved\n")
     print(f"{'':16} {'prefill tok/s':>14} {'decode tok/s':>14} {'ours / peer':>24}")
     medians = {
         label: [statistics.median(column) for column in zip(*runs, strict=True)] for label, runs in speeds.items()
     }
-    ours = medians["turbospark-mlx"]
+    ours = medians[OURS]
     for label, (prefill, decode) in medians.items():
-        ratio = "" if label == "turbospark-mlx" else f"{ours[0] / prefill:8.2f}x / {ours[1] / decode:.2f}x"
+        ratio = "" if label == OURS else f"{ours[0] / prefill:8.2f}x / {ours[1] / decode:.2f}x"
         print(f"{label:16} {prefill:14.1f} {decode:14.2f} {ratio:>24}")
+
+    how, bandwidth = memory_bandwidth(1 << 30 if on_gpu else 1 << 28, on_gpu)
+    read = bytes_a_token(runner.model, len(prompt) + args.new_tokens // 2)
+    print(f"\na token reads {read / 1e9:.3f} GB; {how} {bandwidth / 1e9:.1f} GB/s")
+    for label, (_, decode) in medians.items():
+        print(f"{label:16} {read * decode / bandwidth:14.1%} of it")
+    if on_gpu:
+        print(f"{OURS:16} {host_seconds(runner, prompt, args.new_tokens) * 1e6:14.0f} us of host time a token")
 
 
 if __name__ == "__main__":

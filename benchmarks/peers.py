@@ -7,11 +7,14 @@ import os
 import time
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from turbospark_mlx.gturbo import Install
+from turbospark_mlx.protocols import AffineFormat
 
 MODULES = {"mistral": "llama"}
 
@@ -59,6 +62,18 @@ def mlx_lm_model(path: Path, dtype: mx.Dtype | None = None) -> nn.Module:
 
 def _raw(data: bytes, dtype: str, shape) -> mx.array:
     return mx.array(memoryview(data).cast("B")).view(getattr(mx, dtype)).reshape(shape)
+
+
+def mlx_lm_twin(model: nn.Module, config: dict[str, Any], stored: AffineFormat, dtype: mx.Dtype | None) -> nn.Module:
+    """mlx-lm's own model of a config.json dictionary over the same arrays as ours; ``dtype`` as in `mlx_lm_model`."""
+    module = import_module(f"mlx_lm.models.{MODULES.get(config['model_type'], config['model_type'])}")
+    twin = module.Model(module.ModelArgs.from_dict(config))
+    nn.quantize(twin, bits=stored.bits, group_size=stored.group_size)
+    twin.load_weights(tree_flatten(model.parameters()))
+    if dtype is not None:
+        twin.set_dtype(dtype)
+    mx.eval(twin.parameters())
+    return twin
 
 
 def mlx_lm_speeds(model: nn.Module, prompt: list[int], new_tokens: int) -> tuple[float, float]:

@@ -4,17 +4,37 @@ Every op takes the back end that `backends.select` returned. Results have the dt
 in float32. A reference is the op's definition and may be slow.
 """
 
-from turbospark_mlx.custom_kernels import backends
+from turbospark_mlx.custom_kernels import affine, backends, decode_attention, dense, head, norm, rotary, rotation
 from turbospark_mlx.custom_kernels.affine import affine_embedding, affine_matmul, gated_affine_matmul
-from turbospark_mlx.custom_kernels.append_attention import append_attention
+from turbospark_mlx.custom_kernels.append_attention import APPEND_ATTENTION, append_attention
 from turbospark_mlx.custom_kernels.dense import dense_matmul
 from turbospark_mlx.custom_kernels.emulator import emulate
 from turbospark_mlx.custom_kernels.head import greedy_head
 from turbospark_mlx.custom_kernels.norm import add_rms_norm, gated_rms_norm, rms_norm, rms_norm_add
 from turbospark_mlx.custom_kernels.rotary import appends, qkv_append, qkv_epilogue, rotation_table
+from turbospark_mlx.custom_kernels.rotation import rotate, rotations
 from turbospark_mlx.custom_kernels.sdpa import attention, cache_attention
 
+OPS = (
+    affine.AFFINE_MATMUL,
+    affine.GATED_AFFINE_MATMUL,
+    affine.AFFINE_EMBEDDING,
+    dense.DENSE_MATMUL,
+    head.GREEDY_HEAD,
+    norm.RMS_NORM,
+    norm.GATED_RMS_NORM,
+    norm.RMS_NORM_ADD,
+    norm.ADD_RMS_NORM,
+    rotary.QKV_EPILOGUE,
+    rotary.QKV_APPEND,
+    rotation.ROTATE,
+    decode_attention.ATTENTION,
+    APPEND_ATTENTION,
+)
+"""Every op, as what `backends.Backend.counters` counts: its kernels, and when they are taken."""
+
 __all__ = [
+    "OPS",
     "add_rms_norm",
     "affine_embedding",
     "affine_matmul",
@@ -32,5 +52,7 @@ __all__ = [
     "qkv_epilogue",
     "rms_norm",
     "rms_norm_add",
+    "rotate",
     "rotation_table",
+    "rotations",
 ]

@@ -14,9 +14,13 @@ import numpy as np
 
 from turbospark_mlx.custom_kernels import gemv, lookup
 from turbospark_mlx.custom_kernels.backends import Backend, blas
+from turbospark_mlx.custom_kernels.backends.op import Op
 from turbospark_mlx.custom_kernels.norm import rms_norm, rms_norm_reference
 from turbospark_mlx.errors import OptionError
 
+AFFINE_MATMUL = Op("affine_matmul", (gemv.KERNEL,), rows=gemv.ROWS, cpu="blas")
+GATED_AFFINE_MATMUL = Op("gated_affine_matmul", (gemv.KERNEL,), rows=gemv.ROWS, cpu="blas")
+AFFINE_EMBEDDING = Op("affine_embedding", (lookup.KERNEL,))
 BITS = (1, 2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (32, 64, 128)
 GPU_PRODUCT_COLUMNS = 128
@@ -162,18 +166,18 @@ def affine_matmul(
     if softcap is not None and not softcap > 0:
         raise OptionError(f"affine_matmul: softcap is {softcap}; it is a positive number, or None for none")
     matrix = {"bits": bits, "group_size": group_size}
-    if gemv.serves(x, weight, backend):
-        backend.count("affine_matmul", "kernel")
+    if gemv.serves(AFFINE_MATMUL, x, weight, backend):
+        backend.count(AFFINE_MATMUL.name, "kernel")
         form = gemv.Form(eps=eps or 0.0, softcap=softcap, residual=residual is not None)
         options = {"norm_weight": norm_weight, "bias": bias, "residual": residual}
         return gemv.gemv(x, weight, scales, biases, **matrix, form=form, **options, backend=backend)
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, eps=eps, backend=backend)
     if backend.device == "cpu" and x.size // x.shape[-1] >= BLAS_ROWS:
-        backend.count("affine_matmul", "blas")
+        backend.count(AFFINE_MATMUL.name, "blas")
         y = blas.affine_matmul(x, weight, scales, biases, **matrix, bias=bias, compiled=backend.name == "host")
     else:
-        backend.count("affine_matmul", "mlx")
+        backend.count(AFFINE_MATMUL.name, "mlx")
         if backend.device == "cpu":
             options = {"bias": bias, "residual": residual, "softcap": softcap}
             return affine_matmul_reference(x, weight, scales, biases, **matrix, **options)
@@ -266,8 +270,8 @@ def gated_affine_matmul(
     if x.size == 0:
         return mx.zeros((*x.shape[:-1], weight.shape[0] // 2), dtype=x.dtype)
     options = {"bits": bits, "group_size": group_size, "bias": bias, "norm_weight": norm_weight}
-    if gemv.serves(x, weight, backend):
-        backend.count("gated_affine_matmul", "kernel")
+    if gemv.serves(GATED_AFFINE_MATMUL, x, weight, backend):
+        backend.count(GATED_AFFINE_MATMUL.name, "kernel")
         form = gemv.Form(eps=eps or 0.0, activation=activation, limit=limit or 0.0)
         return gemv.gemv(x, weight, scales, biases, **options, form=form, backend=backend)
     both = affine_matmul(x, weight, scales, biases, **options, eps=eps, backend=backend)
@@ -317,9 +321,9 @@ def affine_embedding(
                 f"{weight.shape[0]} rows"
             )
     flat = ids.astype(mx.int32).reshape(-1)
-    if backend.launch is not None and weight.size >= 8 and (backend.device == "gpu" or dtype == mx.float32):
-        backend.count("affine_embedding", "kernel")
+    if weight.size >= 8 and AFFINE_EMBEDDING.serves(backend, dtype):
+        backend.count(AFFINE_EMBEDDING.name, "kernel")
         call = lookup.plan(backend.name, ids.shape, weight.shape[0], columns, bits, group_size, scales.dtype, dtype)
         return backend.launch(call, (flat, weight, scales, biases))[0]
-    backend.count("affine_embedding", "mlx")
+    backend.count(AFFINE_EMBEDDING.name, "mlx")
     return affine_embedding_reference(ids, weight, scales, biases, bits=bits, group_size=group_size, dtype=dtype)

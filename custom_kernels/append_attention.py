@@ -10,6 +10,7 @@ import mlx.core as mx
 from turbospark_mlx.custom_kernels import decode_attention, rotary, sdpa
 from turbospark_mlx.custom_kernels.backends import Backend
 from turbospark_mlx.custom_kernels.backends.kernel import Kernel, Launch, float_bits
+from turbospark_mlx.custom_kernels.backends.op import Op
 
 KERNEL = Kernel(
     "fused_qkv_attention",
@@ -17,6 +18,14 @@ KERNEL = Kernel(
     outputs=("out",),
     headers=("attention", "rotated_head"),
     writes=("cache",),
+)
+APPEND_ATTENTION = Op(
+    "append_attention",
+    (KERNEL,),
+    rows=1,
+    only="over all keys of a short cache",
+    instead=rotary.QKV_APPEND.name,
+    device="gpu",
 )
 KEYS = 4
 """Keys that a simdgroup has on the way at a time."""
@@ -33,8 +42,7 @@ def fuses(qkv: mx.array, cache: mx.array, window: int | None, backend: Backend) 
     """Whether one launch does it: on a GPU, for one token, where one threadgroup a head reads all keys. On a CPU heads
     that share keys read them together, which two launches do."""
     return (
-        backend.device == "gpu"
-        and qkv.shape[1] == 1
+        APPEND_ATTENTION.serves(backend, qkv.dtype, rows=qkv.shape[1])
         and window is None
         and cache.shape[3] <= decode_attention.SHORT_KEYS
         and cache.shape[4] <= 512
@@ -107,7 +115,7 @@ def append_attention(
         q = rotary.qkv_append(qkv, rotation, cache, start, **sizes, backend=backend)
         return sdpa.cache_attention(q, cache, start, **attention, backend=backend)
     head_dim = rotary.check_append("append_attention", qkv, rotation, cache, **sizes)
-    backend.count("append_attention", "kernel")
+    backend.count(APPEND_ATTENTION.name, "kernel")
     dtypes = (None if array is None else array.dtype for array in (q_norm, k_norm, sinks))
     call = plan(backend.name, qkv.shape[0], heads, kv_heads, head_dim, scale, eps or 0.0, qkv.dtype, *dtypes)
     return backend.launch(call, (qkv, rotation, q_norm, k_norm, cache, start, sinks))[0]

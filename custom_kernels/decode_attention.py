@@ -9,6 +9,7 @@ import mlx.core as mx
 from turbospark_mlx.custom_kernels.backends import Backend
 from turbospark_mlx.custom_kernels.backends.host import thread_count
 from turbospark_mlx.custom_kernels.backends.kernel import Kernel, Launch, float_bits
+from turbospark_mlx.custom_kernels.backends.op import Op
 
 PARTIAL = Kernel(
     "attention_decode_partial",
@@ -21,6 +22,7 @@ COMBINE = Kernel(
 )
 ROWS = 8
 """Query rows up to which the kernels are used: more belong to a matrix product."""
+ATTENTION = Op("attention", (PARTIAL, COMBINE), rows=ROWS, only="without a mask array", cpu="blas")
 CHUNK_KEYS = {"metal": 256, "cuda": 128, "host": 64}
 """Keys that are worth a threadgroup of their own."""
 MAX_CHUNKS = 32
@@ -31,11 +33,9 @@ SHORT_KEYS = 1024
 def serves(q: mx.array, kv_size: int, mask, backend: Backend) -> bool:
     """Whether the kernels take this attention: few rows, no mask array, no tiny arrays (see `gemv`)."""
     return (
-        backend.launch is not None
-        and q.shape[2] <= ROWS
+        ATTENTION.serves(backend, q.dtype, rows=q.shape[2])
         and (mask is None or isinstance(mask, str))
         and min(q.size, kv_size) >= 8
-        and (backend.device == "gpu" or q.dtype == mx.float32)
     )
 
 

@@ -9,10 +9,12 @@ import mlx.core as mx
 from turbospark_mlx.custom_kernels.backends import Backend, blas
 from turbospark_mlx.custom_kernels.backends.host import thread_count
 from turbospark_mlx.custom_kernels.backends.kernel import Kernel, Launch
+from turbospark_mlx.custom_kernels.backends.op import Op
 from turbospark_mlx.custom_kernels.gemv import PRODUCTS_PER_GROUP, ROWS, TOGETHER, in_parts
 from turbospark_mlx.errors import OptionError
 
 KERNEL = Kernel("dense_gemv", inputs=("w", "x", "bias"), outputs=("y",), headers=("eight",))
+DENSE_MATMUL = Op("dense_matmul", (KERNEL,), rows=ROWS, only="of a matrix in another dtype", cpu="blas")
 
 
 def dense_matmul_reference(x, weight, *, bias=None) -> mx.array:
@@ -24,11 +26,9 @@ def dense_matmul_reference(x, weight, *, bias=None) -> mx.array:
 def serves(x: mx.array, weight: mx.array, backend: Backend) -> bool:
     """Whether the kernel is what is fastest: MLX and the BLAS are good at matrices in the dtype of x."""
     return (
-        backend.launch is not None
-        and x.dtype != weight.dtype
-        and x.size <= ROWS * x.shape[-1]
+        x.dtype != weight.dtype
         and min(weight.size, x.size) >= 8
-        and (backend.device == "gpu" or x.dtype == mx.float32)
+        and DENSE_MATMUL.serves(backend, x.dtype, rows=x.size // x.shape[-1])
     )
 
 
@@ -82,7 +82,7 @@ def dense_matmul(x: mx.array, weight: mx.array, *, bias: mx.array | None = None,
     if x.size == 0:
         return mx.zeros((*x.shape[:-1], weight.shape[0]), dtype=x.dtype)
     if serves(x, weight, backend):
-        backend.count("dense_matmul", "kernel")
+        backend.count(DENSE_MATMUL.name, "kernel")
 
         def launch(part: mx.array, most: int, _: None) -> mx.array:
             dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
@@ -91,8 +91,8 @@ def dense_matmul(x: mx.array, weight: mx.array, *, bias: mx.array | None = None,
 
         return in_parts(launch, x, None, TOGETHER[backend.name], (*x.shape[:-1], weight.shape[0]))
     if backend.device == "cpu":
-        backend.count("dense_matmul", "blas")
+        backend.count(DENSE_MATMUL.name, "blas")
         return blas.dense_matmul(x, weight, bias=bias)
-    backend.count("dense_matmul", "mlx")
+    backend.count(DENSE_MATMUL.name, "mlx")
     y = x @ weight.T.astype(x.dtype)
     return y if bias is None else y + bias.astype(x.dtype)

@@ -12,6 +12,7 @@ import mlx.core as mx
 from turbospark_mlx.custom_kernels.backends import Backend
 from turbospark_mlx.custom_kernels.backends.host import thread_count
 from turbospark_mlx.custom_kernels.backends.kernel import SIMD_WIDTH, Kernel, Launch, float_bits
+from turbospark_mlx.custom_kernels.backends.op import Op
 
 KERNEL = Kernel(
     "dequant_gemv_simd",
@@ -33,14 +34,9 @@ PRODUCTS_PER_GROUP = 1 << 16
 """Products that are worth a hand-over to another core: some microseconds."""
 
 
-def serves(x: mx.array, weight: mx.array, backend: Backend) -> bool:
+def serves(op: Op, x: mx.array, weight: mx.array, backend: Backend) -> bool:
     """Whether the kernel takes this product. Metal gives arrays under eight elements another address space."""
-    return (
-        backend.launch is not None
-        and x.size <= ROWS * x.shape[-1]
-        and weight.size >= 8
-        and (backend.device == "gpu" or x.dtype == mx.float32)
-    )
+    return weight.size >= 8 and op.serves(backend, x.dtype, rows=x.size // x.shape[-1])
 
 
 class Form(NamedTuple):

@@ -6,6 +6,9 @@ import mlx.core as mx
 
 from turbospark_mlx.custom_kernels import affine, gemv
 from turbospark_mlx.custom_kernels.backends import Backend
+from turbospark_mlx.custom_kernels.backends.op import Op
+
+GREEDY_HEAD = Op("greedy_head", (gemv.KERNEL, gemv.COMBINE), rows=gemv.ROWS)
 
 
 def _first_largest(logits: mx.array) -> mx.array:
@@ -57,10 +60,10 @@ def greedy_head(
     if x.size == 0:
         return mx.zeros(x.shape[:-1], dtype=mx.uint32)
     options = {"bits": bits, "group_size": group_size, "bias": bias, "norm_weight": norm_weight}
-    if gemv.serves(x, weight, backend):
-        backend.count("greedy_head", "kernel")
+    if gemv.serves(GREEDY_HEAD, x, weight, backend):
+        backend.count(GREEDY_HEAD.name, "kernel")
         form = gemv.Form(eps=eps or 0.0, argmax=True)
         return gemv.gemv(x, weight, scales, biases, **options, form=form, backend=backend)
-    backend.count("greedy_head", "mlx")
+    backend.count(GREEDY_HEAD.name, "mlx")
     logits = affine.affine_matmul(x.astype(mx.float32), weight, scales, biases, **options, eps=eps, backend=backend)
     return _first_largest(logits)

@@ -10,10 +10,15 @@ import mlx.core as mx
 
 from turbospark_mlx.custom_kernels.backends import Backend
 from turbospark_mlx.custom_kernels.backends.kernel import SIMD_WIDTH, Kernel, Launch, float_bits
+from turbospark_mlx.custom_kernels.backends.op import Op
 from turbospark_mlx.errors import OptionError
 
 NORM = Kernel("rms_norm", inputs=("x", "weight", "gate", "residual", "scale"), outputs=("y",), headers=("reduce",))
 ADD_NORM = Kernel("add_rms_norm", inputs=("x", "residual", "weight"), outputs=("sum", "y"), headers=("reduce",))
+RMS_NORM = Op("rms_norm", (NORM,))
+GATED_RMS_NORM = Op("gated_rms_norm", (NORM,))
+RMS_NORM_ADD = Op("rms_norm_add", (NORM,))
+ADD_RMS_NORM = Op("add_rms_norm", (ADD_NORM,))
 VALUES_PER_GROUP = 1 << 14
 """Values that are worth a hand-over to another core."""
 SHARED_COLUMNS = 1024
@@ -51,11 +56,6 @@ def add_rms_norm_reference(x, residual, weight, *, eps: float, centered: bool = 
     total = (residual.astype(mx.float32) + x.astype(mx.float32)).astype(residual.dtype)
     normalized = rms_norm_reference(total.astype(mx.float32), weight, eps=eps, centered=centered)
     return total, normalized.astype(x.dtype)
-
-
-def serves(backend: Backend, *dtypes: mx.Dtype) -> bool:
-    """Whether the kernels run here and take activations and results of these dtypes."""
-    return backend.launch is not None and (backend.device == "gpu" or all(dtype == mx.float32 for dtype in dtypes))
 
 
 @lru_cache(maxsize=4096)
@@ -130,10 +130,10 @@ def rms_norm(x: mx.array, weight: mx.array | None, *, eps: float, centered: bool
     _check("rms_norm", x, weight)
     if x.size == 0:
         return x
-    if serves(backend, x.dtype):
-        backend.count("rms_norm", "kernel")
+    if RMS_NORM.serves(backend, x.dtype):
+        backend.count(RMS_NORM.name, "kernel")
         return _run(x, weight, eps=eps, centered=centered, backend=backend)
-    backend.count("rms_norm", "mlx")
+    backend.count(RMS_NORM.name, "mlx")
     if centered or (weight is not None and weight.ndim > 1):
         return rms_norm_reference(x, weight, eps=eps, centered=centered)
     return mx.fast.rms_norm(x, weight, eps).astype(x.dtype)
@@ -152,11 +152,11 @@ def gated_rms_norm(
         raise OptionError(f"gated_rms_norm: activation={activation!r}; choose one of {', '.join(ACTIVATIONS)}")
     if x.size == 0:
         return x
-    if serves(backend, x.dtype):
-        backend.count("gated_rms_norm", "kernel")
+    if GATED_RMS_NORM.serves(backend, x.dtype):
+        backend.count(GATED_RMS_NORM.name, "kernel")
         options = {"gate": gate, "activation": 1 + ACTIVATIONS.index(activation)}
         return _run(x, weight, eps=eps, **options, backend=backend)
-    backend.count("gated_rms_norm", "mlx")
+    backend.count(GATED_RMS_NORM.name, "mlx")
     return gated_rms_norm_reference(x, gate, weight, eps=eps, activation=activation)
 
 
@@ -181,10 +181,10 @@ def rms_norm_add(
     if x.size == 0:
         return residual
     options = {"eps": eps, "centered": centered, "scale": scale}
-    if serves(backend, x.dtype, residual.dtype):
-        backend.count("rms_norm_add", "kernel")
+    if RMS_NORM_ADD.serves(backend, x.dtype, residual.dtype):
+        backend.count(RMS_NORM_ADD.name, "kernel")
         return _run(x, weight, residual=residual, **options, backend=backend)
-    backend.count("rms_norm_add", "mlx")
+    backend.count(RMS_NORM_ADD.name, "mlx")
     return rms_norm_add_reference(x, weight, residual, **options)
 
 
@@ -201,11 +201,11 @@ def add_rms_norm(
         raise OptionError(f"add_rms_norm: weight is {list(weight.shape)}; it must be [{x.shape[-1]}]")
     if x.size == 0:
         return residual, x
-    if serves(backend, x.dtype, residual.dtype):
-        backend.count("add_rms_norm", "kernel")
+    if ADD_RMS_NORM.serves(backend, x.dtype, residual.dtype):
+        backend.count(ADD_RMS_NORM.name, "kernel")
         outputs, given = (("S", residual.dtype), ("O", x.dtype)), (x, residual, weight)
         dtypes = tuple(a.dtype for a in given)
         call = plan(backend.name, ADD_NORM, x.shape, eps, (("CENTERED", centered),), dtypes, outputs)
         return tuple(backend.launch(call, given))
-    backend.count("add_rms_norm", "mlx")
+    backend.count(ADD_RMS_NORM.name, "mlx")
     return add_rms_norm_reference(x, residual, weight, eps=eps, centered=centered)

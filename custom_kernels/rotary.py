@@ -10,7 +10,9 @@ import numpy as np
 from turbospark_mlx.custom_kernels import decode_attention
 from turbospark_mlx.custom_kernels.backends import Backend
 from turbospark_mlx.custom_kernels.backends.kernel import Kernel, Launch, float_bits
+from turbospark_mlx.custom_kernels.backends.op import Op
 from turbospark_mlx.custom_kernels.norm import rms_norm_reference
+from turbospark_mlx.custom_kernels.rotation import rotations
 from turbospark_mlx.errors import OptionError
 
 KERNEL = Kernel(
@@ -20,6 +22,8 @@ KERNEL = Kernel(
     headers=("rotated_head",),
     writes=("cache",),
 )
+QKV_EPILOGUE = Op("qkv_epilogue", (KERNEL,))
+QKV_APPEND = Op("qkv_append", (KERNEL,), rows=decode_attention.ROWS, instead=QKV_EPILOGUE.name)
 VALUES_PER_GROUP = 1 << 14
 
 
@@ -28,8 +32,7 @@ def rotation_table(frequencies: np.ndarray, offset: int, length: int) -> np.ndar
 
     ``frequencies [D / 2]`` are radians a position.
     """
-    angles = np.arange(offset, offset + length, dtype=np.float64)[:, None] * frequencies
-    return np.stack([np.cos(angles), np.sin(angles)], axis=-1).astype(np.float32)
+    return rotations(frequencies, np.arange(offset, offset + length))
 
 
 def qkv_epilogue_reference(qkv, rotation, *, heads: int, kv_heads: int, q_norm=None, k_norm=None, eps=None):
@@ -104,8 +107,8 @@ def qkv_epilogue(
     for `norm.rms_norm` of each head before. Raises OptionError for shapes that do not fit.
     """
     _check("qkv_epilogue", qkv.shape, rotation, heads, kv_heads, q_norm, k_norm, eps)
-    if backend.launch is None or qkv.size == 0 or (backend.device == "cpu" and qkv.dtype != mx.float32):
-        backend.count("qkv_epilogue", "mlx")
+    if qkv.size == 0 or not QKV_EPILOGUE.serves(backend, qkv.dtype):
+        backend.count(QKV_EPILOGUE.name, "mlx")
         norms = {"q_norm": q_norm, "k_norm": k_norm, "eps": eps}
         return qkv_epilogue_reference(qkv, rotation, heads=heads, kv_heads=kv_heads, **norms)
     return tuple(_launch(qkv, rotation, heads, kv_heads, q_norm, k_norm, eps, None, None, backend))
@@ -122,12 +125,7 @@ def qkv_append_reference(qkv, rotation, cache, start, **sizes):
 
 def appends(qkv: mx.array, backend: Backend) -> bool:
     """Whether `qkv_append` and `cache_attention` take these rows: few, and in a dtype that the back end computes in."""
-    return (
-        backend.launch is not None
-        and qkv.shape[1] <= decode_attention.ROWS
-        and qkv.size >= 8
-        and (backend.device == "gpu" or qkv.dtype == mx.float32)
-    )
+    return qkv.size >= 8 and QKV_APPEND.serves(backend, qkv.dtype, rows=qkv.shape[1])
 
 
 def qkv_append(
@@ -188,7 +186,7 @@ def _check(op: str, shape, rotation, heads, kv_heads, q_norm, k_norm, eps) -> in
 
 
 def _launch(qkv, rotation, heads, kv_heads, q_norm, k_norm, eps, cache, start, backend) -> list[mx.array]:
-    backend.count("qkv_epilogue" if cache is None else "qkv_append", "kernel")
+    backend.count((QKV_EPILOGUE if cache is None else QKV_APPEND).name, "kernel")
     dtypes = (None if weight is None else weight.dtype for weight in (q_norm, k_norm))
     call = plan(backend.name, qkv.shape, heads, kv_heads, eps or 0.0, qkv.dtype, *dtypes, cache is not None)
     return backend.launch(call, (qkv, rotation, q_norm, k_norm, cache, start))

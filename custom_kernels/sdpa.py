@@ -88,15 +88,15 @@ def attention(
     if q.size == 0:
         return mx.zeros((batch, heads, length, v.shape[-1]), dtype=q.dtype)
     if k.dtype == v.dtype and decode_attention.serves(q, min(k.size, v.size), mask, backend):
-        backend.count("attention", "kernel")
+        backend.count(decode_attention.ATTENTION.name, "kernel")
         start = mx.array([keys - length], mx.int32)
         options = {"scale": scale, "causal": mask is not None, "window": window, "sinks": sinks, "backend": backend}
         y = decode_attention.decode_attention(q, k, v, start, **options)
         return y.reshape(batch, length, heads, -1).swapaxes(1, 2)
     if backend.device == "cpu":
-        backend.count("attention", "blas")
+        backend.count(decode_attention.ATTENTION.name, "blas")
         return blas.attention(q, k, v, scale=scale, mask=mask, window=window, sinks=sinks)
-    backend.count("attention", "mlx")
+    backend.count(decode_attention.ATTENTION.name, "mlx")
     if window is not None or not isinstance(mask, str):
         mask = combined_mask(mask, window, length, keys)
     if isinstance(mask, mx.array) and mask.dtype != mx.bool_:
@@ -136,6 +136,6 @@ def cache_attention(
             f"cache_attention: q {list(q.shape)} and kv {list(kv.shape)} do not fit [B, H, L, D] and "
             "[2, B, KV, capacity, D] with H a multiple of KV and L at most the capacity"
         )
-    backend.count("attention", "kernel")
+    backend.count(decode_attention.ATTENTION.name, "kernel")
     options = {"scale": scale, "causal": mask is not None, "window": window, "sinks": sinks, "backend": backend}
     return decode_attention.decode_attention(q, kv, None, start, **options)

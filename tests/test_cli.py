@@ -406,3 +406,30 @@ def test_an_error_on_a_terminal_does_not_end_the_chat():
     terminal.wait_for("> ")
     terminal.type("/exit\n")
     assert terminal.end() == 0
+
+
+def test_compiling_is_told_once_and_counted_on_a_terminal(capsys, monkeypatch):
+    import logging
+    import sys
+
+    from turbospark_mlx.cli.terminal import compile_notice
+
+    logger = logging.getLogger("turbospark_mlx.custom_kernels.backends.compiler")
+
+    def compile_two():
+        with compile_notice():
+            logger.info("compiling the kernel a")
+            for done in (1, 2):
+                logger.info("%d of %d", done, 2, extra={"kernels": (done, 2)})
+        return capsys.readouterr().err
+
+    line = "compiling kernels for this machine; they are kept for the next time\n"
+    assert compile_two() == line
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    err = compile_two()
+    assert err.startswith(line)
+    assert "2/2" in err
+    with compile_notice():
+        pass
+    assert capsys.readouterr().err == ""
+    assert logger.handlers == []

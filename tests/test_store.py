@@ -338,6 +338,37 @@ def test_what_a_killed_removal_left_goes_with_the_next_pull(checkpoint, home):
     assert left(home) == ["x.gturbo", "x.json"]
 
 
+def test_what_a_killed_pull_left_is_listed_and_removed(checkpoint, home, capsys, tmp_path):
+    from turbospark_mlx.cli import main
+    from turbospark_mlx.gturbo.files import spell_bytes
+
+    models = home / "models"
+    pull(checkpoint, alias="x")
+    for name in ("x.gturbo.partial-11", "half.gturbo.partial-11", "half.gturbo.partial-12"):
+        (models / name / "deep").mkdir(parents=True)
+        (models / name / "deep" / "model_weights.bin").write_bytes(bytes(500))
+    (models / "linked.gturbo.partial-1").symlink_to(tmp_path)
+    assert store.unfinished() == [store.Unfinished("half", 1000, running=False)]
+    assert main(["list"]) == 0
+    assert (
+        f"half was not finished ({spell_bytes(1000)}): pull it again, or turbospark-mlx rm half"
+        in capsys.readouterr().out
+    )
+    with store._lock("half", progress=False):
+        assert store.unfinished() == [store.Unfinished("half", 1000, running=True)]
+        assert main(["list", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["unfinished"] == [{"alias": "half", "bytes": 1000, "running": True}]
+        with pytest.raises(StoreError, match="half is in use"):
+            store.remove("half")
+    assert main(["rm", "half", "--yes"]) == 0
+    assert "half.gturbo.partial-12" in capsys.readouterr().out
+    assert main(["rm", "x", "--yes"]) == 0
+    assert left(home) == ["linked.gturbo.partial-1"]
+    with pytest.raises(StoreError, match="not in the store"):
+        store.remove("linked")
+    assert store.unfinished() == []
+
+
 def test_links_are_removed_and_not_followed(checkpoint, home, tmp_path):
     target = pull(checkpoint, alias="x").rename(tmp_path / "precious")
     inner = tmp_path / "inner"

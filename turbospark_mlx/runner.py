@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import mlx.core as mx
@@ -170,10 +170,16 @@ class Runner:
         """Run one token and a few together, so that no kernel is compiled in the middle of an answer."""
         if self.model.backend.launch is None:
             return
-        for length in WARM_UP_ROWS:
-            if length <= self.max_context:
-                caches = self.model.make_cache(self.max_context)
-                mx.eval(self.model(mx.zeros((1, length), mx.int32), cache=caches))
+
+        def run(length: int) -> list[Any]:
+            caches = self.model.make_cache(self.max_context)
+            mx.eval(self.model(mx.zeros((1, length), mx.int32), cache=caches))
+            return caches
+
+        lengths = [length for length in WARM_UP_ROWS if length <= self.max_context]
+        self.model.backend.rehearse(partial(run, length) for length in lengths)
+        for length in lengths:
+            caches = run(length)
         for _ in range(min(STEPS_TO_SETTLE, self.max_context - caches[0].offset)):
             mx.eval(self._step(0, caches))
         self.model.backend.counters.clear()

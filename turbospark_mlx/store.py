@@ -21,6 +21,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -37,6 +38,7 @@ from turbospark_mlx.gturbo import integrity
 from turbospark_mlx.gturbo.integrity import home
 
 _SUFFIX = ".gturbo"
+_PARTIAL = re.compile(r"(.+)\.gturbo\.partial-\d+")
 _POLL_SECONDS = 0.2
 
 Name = str | os.PathLike[str]
@@ -58,6 +60,15 @@ class InstalledModel:
     source: str | None = None
     fetched: str | None = None
     fault: str | None = None
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """What a pull that was killed left under an alias that has no model: its size, and whether one is running."""
+
+    alias: str
+    nbytes: int
+    running: bool
 
 
 @dataclass(frozen=True)
@@ -98,6 +109,15 @@ def resolve_installed(name: Name, *, revision: str | None = None) -> Path:
 def installed() -> list[InstalledModel]:
     """Every model of the store by alias, the damaged ones with their fault."""
     return [_describe(alias) for alias in _aliases()]
+
+
+def unfinished() -> list[Unfinished]:
+    """Every alias without a model for which a pull has written something, by alias."""
+    found = []
+    for alias in sorted(_partial_aliases().difference(_aliases())):
+        nbytes = sum(_tree_bytes(path) for path in _leftovers(alias))
+        found.append(Unfinished(alias, nbytes, running=_is_locked(alias)))
+    return found
 
 
 def pull(
@@ -154,33 +174,34 @@ def pull(
 
 
 def remove(name: str) -> None:
-    """Delete a model from the store.
+    """Delete a model from the store, with what killed pulls of it left.
 
     Its name is free in one step, before the first file goes; links are removed, never followed. Raises StoreError when
-    there is no such model, or while it is being pulled.
+    there is neither, or while it is being pulled.
     """
-    alias = installed_path(name).name.removesuffix(_SUFFIX)
+    alias = _removable_alias(name)
     with _lock(alias, progress=False, wait=False):
-        path = installed_path(alias)
+        path, is_model = models_directory() / f"{_removable_alias(alias)}{_SUFFIX}", alias in _aliases()
         _sweep(alias)
-        _trash(alias).mkdir()
-        os.rename(path, _trash(alias) / "install")
-        _record_path(alias).unlink(missing_ok=True)
-        integrity.remove_receipt(os.path.realpath(path))
+        if is_model:
+            _trash(alias).mkdir()
+            os.rename(path, _trash(alias) / "install")
+            _record_path(alias).unlink(missing_ok=True)
+            integrity.remove_receipt(os.path.realpath(path))
+        for leftover in _leftovers(alias):
+            shutil.rmtree(leftover)
         shutil.rmtree(home() / "downloads" / alias, ignore_errors=True)
         _sweep(alias)
 
 
-def installed_path(name: str) -> Path:
-    """Where the model of the store with this alias lies. Unlike ``resolve``, never a path outside the store.
+def removable(name: str) -> list[Path]:
+    """What `remove` deletes for this alias: its model, if there is one, and what killed pulls left.
 
-    Raises StoreError when there is none.
+    Raises StoreError when there is neither.
     """
-    aliases = _aliases()
-    for alias in (name, _alias_of(name, None)):
-        if alias in aliases:
-            return models_directory() / f"{alias}{_SUFFIX}"
-    raise StoreError(f"{name!r} is not in the store. {_suggestion(name, aliases)}")
+    alias = _removable_alias(name)
+    model = [models_directory() / f"{alias}{_SUFFIX}"] if alias in _aliases() else []
+    return model + _leftovers(alias)
 
 
 # Names
@@ -281,7 +302,40 @@ def _refuse_near_twin(alias: str) -> None:
         )
 
 
+def _removable_alias(name: str) -> str:
+    """The alias in the store, of a model or of what a killed pull left. Unlike `resolve`, never a path outside."""
+    aliases = _partial_aliases().union(_aliases())
+    for alias in (name, _alias_of(name, None)):
+        if alias in aliases:
+            return alias
+    raise StoreError(f"{name!r} is not in the store. {_suggestion(name, sorted(aliases))}")
+
+
 # What lies in the store
+
+
+def _partials() -> list[tuple[str, Path]]:
+    """``(alias, directory)`` of everything that a conversion has not put in place."""
+    try:
+        with os.scandir(models_directory()) as entries:
+            names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+    except FileNotFoundError:
+        return []
+    matches = ((_PARTIAL.fullmatch(name), models_directory() / name) for name in sorted(names))
+    return [(match[1], path) for match, path in matches if match]
+
+
+def _partial_aliases() -> set[str]:
+    return {alias for alias, _ in _partials()}
+
+
+def _leftovers(alias: str) -> list[Path]:
+    return [path for other, path in _partials() if other == alias]
+
+
+def _tree_bytes(path: Path) -> int:
+    sizes = (os.lstat(os.path.join(folder, name)).st_size for folder, _, names in os.walk(path) for name in names)
+    return sum(sizes)
 
 
 def _describe(alias: str) -> InstalledModel:
@@ -409,3 +463,18 @@ def _lock(alias: str, progress: bool, *, wait: bool = True) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def _is_locked(alias: str) -> bool:
+    """Whether another process holds the alias at this moment."""
+    try:
+        descriptor = os.open(home() / "locks" / f"{alias.lower()}.lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in (errno.EAGAIN, errno.EACCES)
+    finally:
+        os.close(descriptor)
+    return False

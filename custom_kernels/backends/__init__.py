@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -14,6 +14,9 @@ from turbospark_mlx.custom_kernels.backends.kernel import Launch
 from turbospark_mlx.errors import BackendError
 
 KERNELS = ("auto", "metal", "cuda", "host", "reference")
+DEVICES = {"metal": "gpu", "cuda": "gpu", "host": "cpu"}
+"""What the back ends with kernels of ours run on; ``"reference"`` runs on MLX's default device."""
+NEEDS = {"metal": "an Apple GPU", "cuda": "an NVIDIA GPU and mlx[cuda13]"}
 
 
 @dataclass(frozen=True)
@@ -21,9 +24,10 @@ class Backend:
     """What was chosen to run the ops, and how often each way of running each op was taken.
 
     ``device`` is ``"cpu"`` or ``"gpu"``. ``reason`` is one sentence for the user. ``launch`` runs one of our kernels,
-    with None for an input that is left out, or is None where there are none; ``prepare`` compiles one that will be
-    needed, where that is done ahead. ``counters`` maps ``(op, path)`` to a number of calls, where path is ``"kernel"``,
-    ``"mlx"`` (plain mlx) or ``"blas"`` (numpy's BLAS, on a CPU).
+    with None for an input that is left out, or is None where there are none. Where kernels are compiled ahead,
+    ``prepare`` does it for one and ``rehearse`` for all of some passes, which it calls without computing anything.
+    ``counters`` maps ``(op, path)`` to a number of calls, where path is ``"kernel"``, ``"mlx"`` (plain mlx) or
+    ``"blas"`` (numpy's BLAS, on a CPU).
     """
 
     name: str
@@ -33,6 +37,9 @@ class Backend:
         default=None, compare=False, repr=False
     )
     prepare: Callable[[Launch], None] = field(default=lambda call: None, compare=False, repr=False)
+    rehearse: Callable[[Iterable[Callable[[], object]]], None] = field(
+        default=lambda passes: None, compare=False, repr=False
+    )
     counters: Counter[tuple[str, str]] = field(default_factory=Counter, compare=False, repr=False)
 
     def count(self, op: str, path: str) -> None:
@@ -56,20 +63,32 @@ def select(kernels: str = "auto") -> Backend:
         kernels = next((name for name, there in available.items() if there), "reference" if on_gpu else "host")
         if kernels == "host":
             try:
-                return Backend("host", "cpu", host.describe(), host.launch, host.prepare)
+                return Backend("host", DEVICES["host"], host.describe(), host.launch, host.prepare, host.rehearse)
             except BackendError as error:
                 return Backend("reference", "cpu", f"MLX's own operations and numpy's BLAS, because {error}")
     if kernels in available:
         if not available[kernels]:
             raise BackendError(
-                f"kernels={kernels!r}: MLX's default device here is {mx.default_device()}; try kernels='auto'"
+                f"kernels={kernels!r} needs {NEEDS[kernels]}; MLX's default device here is {mx.default_device()}: "
+                "try kernels='auto'"
             )
         module = metal if kernels == "metal" else cuda
-        return Backend(kernels, "gpu", f"our kernels through mx.fast.{kernels}_kernel", module.launch)
+        return Backend(kernels, DEVICES[kernels], f"our kernels through mx.fast.{kernels}_kernel", module.launch)
     if kernels == "host":
         if on_gpu:
             raise BackendError("kernels='host' runs on a CPU; call mlx.core.set_default_device(mlx.core.cpu) first")
-        return Backend("host", "cpu", host.describe(), host.launch, host.prepare)
+        return Backend("host", DEVICES["host"], host.describe(), host.launch, host.prepare, host.rehearse)
     return Backend(
         "reference", "gpu" if on_gpu else "cpu", "MLX's own operations" + ("" if on_gpu else " and numpy's BLAS")
     )
+
+
+def survey() -> dict[str, Backend | str]:
+    """For each back end but ``"auto"``: what `select` gives for it on this machine, or the reason why it cannot run."""
+    found: dict[str, Backend | str] = {}
+    for name in KERNELS[1:]:
+        try:
+            found[name] = select(name)
+        except BackendError as error:
+            found[name] = str(error)
+    return found

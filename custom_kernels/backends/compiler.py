@@ -12,7 +12,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -43,6 +46,10 @@ FLAGS = (
 if sys.platform == "darwin":
     # Python's own functions are found when the library is loaded into it.
     FLAGS += ("-undefined", "dynamic_lookup")
+
+
+COMPILE_SECONDS = 600
+"""Longest time that one kernel may take to compile."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +105,19 @@ def cache_directory() -> Path:
     return path
 
 
+@cache
+def _sweep(directory: Path) -> None:
+    """Remove what killed builds left, once a process. A build that is alive is younger than two compilations."""
+    oldest = time.time() - 2 * COMPILE_SECONDS
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            if entry.name.startswith(tempfile.gettempprefix()) and entry.is_dir(follow_symlinks=False):
+                # A concurrent sweep may take it first.
+                with suppress(OSError):
+                    if entry.stat(follow_symlinks=False).st_mtime < oldest:
+                        shutil.rmtree(entry.path)
+
+
 def load(name: str, text: str, compiler: Compiler, loader: Callable[[str], Library]) -> Library:
     """The library that ``text`` compiles to, loaded by ``loader`` (``ctypes.CDLL``). Raises BackendError.
 
@@ -114,6 +134,30 @@ def load(name: str, text: str, compiler: Compiler, loader: Callable[[str], Libra
         raise BackendError(f"the kernel {name} could not be compiled or loaded: {error}") from error
 
 
+def build_all(texts: Mapping[str, str], compiler: Compiler, workers: int) -> None:
+    """`build` of every text that is not in the cache, ``workers`` at once; ``texts`` maps them to names.
+
+    Each record of the log has ``kernels``, how many are done and how many there are. Raises as `build` does.
+    """
+    missing = {text: name for text, name in texts.items() if not library_path(name, text, compiler).exists()}
+    with ThreadPoolExecutor(workers) as pool:
+        builds = [pool.submit(build, name, text, compiler) for text, name in missing.items()]
+        try:
+            for done, finished in enumerate(as_completed(builds), 1):
+                finished.result()
+                counts = (done, len(missing))
+                logger.info("%d of %d kernels are compiled", *counts, extra={"kernels": counts})
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def library_path(name: str, text: str, compiler: Compiler) -> Path:
+    """Where the library of a text lies, or will lie. Raises BackendError where the cache cannot be."""
+    key = "\0".join([text, *FLAGS, compiler.identity, *compiler.command, cpu_features()])
+    return cache_directory() / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:32]}.so"
+
+
 def build(name: str, text: str, compiler: Compiler) -> Path:
     """The shared library that ``text`` compiles to, from the cache or made new. Raises BackendError, and OSError where
     it cannot be written.
@@ -121,11 +165,11 @@ def build(name: str, text: str, compiler: Compiler) -> Path:
     The key is everything that decides about the code: text, flags, compiler and CPU. A library is renamed into place
     when it is complete, so an interrupted or concurrent build leaves nothing half made.
     """
-    directory = cache_directory()
-    key = "\0".join([text, *FLAGS, compiler.identity, *compiler.command, cpu_features()])
-    library = directory / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:32]}.so"
+    library = library_path(name, text, compiler)
     if library.exists():
         return library
+    directory = library.parent
+    _sweep(directory)
     logger.info("compiling the kernel %s with %s", name, compiler.name)
     # zig keeps its own cache of compiled runtime parts; beside ours it needs no writable home.
     environment = os.environ | {f"ZIG_{kind}_CACHE_DIR": str(directory / "zig") for kind in ("GLOBAL", "LOCAL")}
@@ -134,7 +178,9 @@ def build(name: str, text: str, compiler: Compiler) -> Path:
         source.write_text(text, encoding="utf-8")
         command = [*compiler.command, *FLAGS, str(source), "-o", str(made)]
         try:
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False
+            )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise BackendError(f"{compiler.name} could not compile the kernel {name}: {error}") from error
         if done.returncode:

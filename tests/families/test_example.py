@@ -1,6 +1,8 @@
 """The example script runs as it stands."""
 
+import os
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -23,3 +25,14 @@ def test_it_lists_the_variants(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--variant", "list"])
     runpy.run_path(str(SCRIPT), run_name="__main__")
     assert "mistral-mixed" in capsys.readouterr().out.split()
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        command = [sys.executable, str(SCRIPT), "--variant", "list"]
+        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")

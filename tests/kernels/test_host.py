@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import mlx.core as mx
@@ -380,6 +381,63 @@ def test_a_damaged_library_is_made_again(tmp_path, monkeypatch):
     library = compiler.build("answer", text, chosen)
     library.write_bytes(library.read_bytes()[:100])
     assert compiler.load("answer", text, chosen, ctypes.CDLL).answer() == 42
+
+
+def test_what_killed_builds_left_is_swept(tmp_path, monkeypatch):
+    monkeypatch.setenv("TURBOSPARK_HOME", str(tmp_path))
+    directory, chosen = compiler.cache_directory(), compiler.candidates()[-1]
+    old, young, zig, elsewhere = directory / "tmp1", directory / "tmp2", directory / "zig", tmp_path / "kept"
+    for path in (old, young, zig, elsewhere):
+        path.mkdir()
+        (path / "file").write_text("")
+    (directory / "tmp3").symlink_to(elsewhere)
+    past = time.time() - 2 * compiler.COMPILE_SECONDS - 60
+    for path in (old, zig, elsewhere):
+        os.utime(path, (past, past))
+    library = compiler.build("answer", 'extern "C" int answer() { return 42; }', chosen)
+    assert {path.name for path in directory.iterdir()} == {"tmp2", "tmp3", "zig", library.name}
+    assert (elsewhere / "file").exists()
+
+
+def test_a_rehearsal_compiles_what_will_be_launched(backend, rng, tmp_path, monkeypatch, caplog):
+    x, seen = normal(rng, 1, 3, 5, 24), []
+    expected = np.array(ck.rms_norm(x, None, eps=0.5, backend=backend))
+    monkeypatch.setenv("TURBOSPARK_HOME", str(tmp_path))
+
+    def first():
+        thread = threading.Thread(target=lambda: seen.append(np.array(ck.rms_norm(x, None, eps=0.5, backend=backend))))
+        thread.start()
+        thread.join()
+        seen.append(np.array(ck.rms_norm(x, None, eps=0.5, backend=backend)))
+
+    def second():
+        seen.append(np.array(ck.rotate(x, mx.ones((5, 12, 2)), backend=backend)))
+
+    with caplog.at_level("INFO", compiler.logger.name):
+        backend.rehearse([first, second])
+    other, *rehearsed = seen
+    assert np.array_equal(other, expected)
+    assert not np.any(rehearsed)
+    assert [record.kernels for record in caplog.records if hasattr(record, "kernels")] == [(1, 2), (2, 2)]
+    assert sorted(path.name.partition("-")[0] for path in compiler.cache_directory().glob("*.so")) == [
+        "rms_norm",
+        "rope",
+    ]
+    # Everything that the first pass needs is there, so the others need not be asked.
+    seen.clear()
+    backend.rehearse([first, second])
+    assert len(seen) == 2
+    assert np.array_equal(np.array(ck.rms_norm(x, None, eps=0.5, backend=backend)), expected)
+
+
+def test_a_fault_ends_a_rehearsal(backend, tmp_path, monkeypatch):
+    monkeypatch.setenv("TURBOSPARK_HOME", str(tmp_path))
+    with pytest.raises(BackendError, match="kernel bad:"):
+        compiler.build_all({"nonsense": "bad", "more": "bad"}, compiler.candidates()[-1], 2)
+    with pytest.raises(ZeroDivisionError):
+        backend.rehearse([lambda: 1 / 0])
+    x = mx.ones((1, 8))
+    assert np.array(ck.rms_norm(x, None, eps=1e-9, backend=backend)).tolist() == x.tolist()
 
 
 def test_a_full_disk_is_an_error_that_auto_can_answer(tmp_path, monkeypatch):

@@ -134,6 +134,11 @@ def step(backend, length, capacity, start, head_dim, dtype, *, window=None, norm
     return call, arrays
 
 
+def rotate(backend, shape, pairs, dtype, **options):
+    arrays = [normal(*shape, dtype=dtype), normal(shape[2], pairs, 2)]
+    return partial(ck.rotate, **options, backend=backend), arrays
+
+
 def variants(backend: Backend) -> Iterator[Call]:
     for bits in (1, 2, 3, 4, 5, 6, 8):
         for dtype in DTYPES:
@@ -169,9 +174,75 @@ def variants(backend: Backend) -> Iterator[Call]:
     for dtype in DTYPES:
         yield from norms(backend, (1, 3, 4096), dtype, mx.bfloat16)
         yield from norms(backend, (2, 5, 3, 80), dtype, dtype)
+        yield rotate(backend, (1, 8, 3, 128), 64, dtype)
+        yield rotate(backend, (1, 4, 3, 256), 32, dtype)
+        yield rotate(backend, (1, 4, 1, 512), 64, dtype, span=512)
+        yield rotate(backend, (1, 16, 3, 192), 32, dtype, start=128, interleaved=True)
     for dtype in DTYPES:
         yield step(backend, 1, 40, 21, 64, dtype)
         yield step(backend, 1, 300, 290, 128, dtype, normed=True)
         yield step(backend, 1, 17, 40, 80, dtype, sinks=True)
         yield step(backend, 1, 1100, 1050, 128, dtype)
         yield step(backend, 3, 40, 30, 64, dtype, window=9)
+
+
+def misaligned(variant: Call) -> Call:
+    """The same call with every array one element away from where its memory begins."""
+    function, arrays = variant
+    shapes = [array.shape for array in arrays]
+
+    def call(*flat):
+        return function(*(a[1:].reshape(shape) for a, shape in zip(flat, shapes, strict=True)))
+
+    return call, [mx.concatenate([mx.zeros((1,), a.dtype), a.reshape(-1)]) for a in arrays]
+
+
+def awkward(backend: Backend) -> Iterator[Call]:
+    """Sizes that no model has and that a fault would show at: to be run, not only compiled."""
+    for dtype in DTYPES:
+        for bits in (1, 2, 3, 4, 5, 6, 8):
+            for group_size, companions in ((32, mx.float16), (64, mx.bfloat16), (128, mx.float32)):
+                yield affine(backend, 1, 1056 // group_size * group_size, 130, bits, group_size, dtype, companions)
+                yield affine(backend, 3, 640, 45, bits, group_size, dtype, companions)
+                yield affine(backend, 8, 384, 301, bits, group_size, dtype, companions)
+        for activation in gemv.ACTIVATIONS:
+            more = {"activation": activation} | ({"limit": 7.0} if activation == "clamped_swiglu" else {})
+            options = {"op": ck.gated_affine_matmul, "more": more, "bias": (90,)}
+            yield affine(backend, 3, 2880, 90, 4, 64, dtype, mx.bfloat16, **options)
+        yield affine(backend, 1, 2560, 42, 8, 64, dtype, mx.bfloat16, more={"softcap": 30.0}, norm_weight=(2560,))
+        yield affine(backend, 3, 256, 3000, 8, 64, dtype, mx.bfloat16, op=ck.greedy_head, norm_weight=(256,))
+        yield dense(backend, 5, 1023, 130, dtype, mx.bfloat16 if dtype == mx.float16 else mx.float16, biased=True)
+        gated = {"op": ck.gated_affine_matmul}
+        for rows in (1, 5):
+            around = {"norm_weight": (14336,), "bias": (514,), "residual": (rows, 514)}
+            yield affine(backend, rows, 14336, 514, 4, 64, dtype, mx.bfloat16, **around)
+            yield affine(backend, rows, 14336, 514, 4, 64, dtype, mx.bfloat16, norm_weight=(14336,), **gated)
+        yield look_up(backend, 3, 4, 64, dtype)
+        for heads, kv_heads, length, keys, head_dim, value_dim, window, sinks in (
+            (1, 1, 1, 1, 64, 64, None, False),
+            (8, 1, 1, 31, 128, 128, None, True),
+            (8, 2, 3, 33, 64, 64, 7, True),
+            (32, 8, 1, 1000, 128, 128, None, False),
+            (32, 8, 1, 4097, 128, 128, None, True),
+            (9, 3, 8, 4097, 64, 64, 1000, False),
+            (16, 2, 1, 1000, 512, 512, None, False),
+            (16, 1, 1, 1000, 576, 512, None, False),
+            (3, 1, 2, 100, 80, 80, None, False),
+        ):
+            sizes = (heads, kv_heads, length, keys, head_dim, value_dim)
+            yield attend(backend, *sizes, dtype, dtype, sinks=sinks, mask="causal", window=window)
+        yield step(backend, 3, 37, 30, 80, dtype, normed=True, sinks=True)
+        yield step(backend, 3, 7, 12, 16, dtype)
+        yield epilogue(backend, 31, 3, 1, 80, dtype, normed=True)
+        for shape in ((577,), (1, 33, 4099), (3, 5, 2, 31)):
+            yield from norms(backend, shape, dtype, mx.float16)
+        yield rotate(backend, (2, 3, 5, 46), 7, dtype, start=5, span=20)
+        yield rotate(backend, (2, 3, 5, 23), 10, dtype, interleaved=True)
+    for dtype in DTYPES:
+        for bits in (3, 4, 8):
+            yield misaligned(affine(backend, 1, 96, 45, bits, 32, dtype, mx.float16, residual=(1, 45)))
+        yield misaligned(look_up(backend, 3, 3, 64, dtype))
+        yield misaligned(attend(backend, 8, 2, 1, 33, 64, 64, dtype, dtype))
+        yield misaligned(epilogue(backend, 2, 3, 1, 64, dtype, normed=True))
+        yield from map(misaligned, norms(backend, (3, 80), dtype, mx.bfloat16))
+        yield misaligned(rotate(backend, (1, 2, 3, 64), 32, dtype))

@@ -21,30 +21,43 @@ EPILOG = """\
 Checks the structure of the install and hashes nothing. Memory is that of the weights as they are stored and of one
 sequence's caches; with routed experts, all of them stay in memory unless --expert-slots says how many a layer may.
 Roles are those of the install format: shared_expert is the feed-forward part that every token takes, which in a dense
-model is all of it.
+model is all of it. --kernels shows how each operation runs on each back end, and what this machine takes and why.
 
 examples:
   turbospark-mlx info smollm2-135m
   turbospark-mlx info ./gemma-4-26b.gturbo --max-context 32768 --expert-slots 16
   turbospark-mlx info ./qwen3-0.6b.gturbo --json
+  turbospark-mlx info --kernels
 """
 
 _MASK_KINDS = ("sliding window", "full", "linear", "compressed sparse", "heavily compressed", "latent")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_install_argument(parser)
+    add_install_argument(parser, required=False)
+    parser.add_argument("--kernels", action="store_true", help="show how each operation runs here; needs no MODEL")
     parser.add_argument("--max-context", type=int, metavar="N", help="context length to estimate memory for (4096)")
     parser.add_argument("--expert-slots", type=int, metavar="N", help="experts a layer that stay in memory (all)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.set_defaults(usage_error=parser.error)
 
 
 def run(args: argparse.Namespace) -> int:
+    from turbospark_mlx.cli import kernels
     from turbospark_mlx.gturbo import Install
 
-    with Install.open(install_path(args.install), verify="off", allow_unrunnable=True) as install:
-        document = describe(install, max_context=args.max_context, expert_slots=args.expert_slots)
-    print(json.dumps(document, indent=2) if args.json else "\n".join(_text(document)))
+    if args.install is None and not args.kernels:
+        args.usage_error("MODEL is missing (only --kernels needs none)")
+    document, lines = {}, []
+    if args.install is not None:
+        with Install.open(install_path(args.install), verify="off", allow_unrunnable=True) as install:
+            document = describe(install, max_context=args.max_context, expert_slots=args.expert_slots)
+        lines = _text(document)
+    if args.kernels:
+        found = kernels.describe()
+        document["kernels"] = found
+        lines += [*([""] if lines else []), *kernels.text(found)]
+    print(json.dumps(document, indent=2) if args.json else "\n".join(lines))
     return 0
 
 
@@ -197,7 +210,7 @@ def _text(document: dict[str, Any]) -> list[str]:
         f"  context        {arch['trainedContext'] or 'not stated'}",
         f"  on disk        {spell_bytes(document['bytes'])}",
         "",
-        *_table(
+        *table(
             ("role", "format", "tensors", "weights", "size"),
             [
                 (row["role"], row["format"], f"{row['tensors']:,}", f"{row['weights']:,}", spell_bytes(row["bytes"]))
@@ -228,11 +241,14 @@ def _text(document: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 2) -> list[str]:
+    """The rows under their header, the first ``left`` columns flush left and the others right."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     lines = []
     for row in (header, *rows):
-        left = [cell.ljust(width) for cell, width in zip(row[:2], widths[:2], strict=True)]
-        right = [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
-        lines.append("  " + "  ".join([*left, *right]))
+        cells = [
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  " + "  ".join(cells).rstrip())
     return lines

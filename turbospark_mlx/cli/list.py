@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     from turbospark_mlx import catalog, store
     from turbospark_mlx.gturbo.files import spell_bytes
 
-    models = store.installed()
+    models, unfinished = store.installed(), store.unfinished()
     entries = catalog.load(store.home())
     if args.json:
         document = {
@@ -44,6 +44,7 @@ def run(args: argparse.Namespace) -> int:
                 }
                 for model in models
             ],
+            "unfinished": [{"alias": left.alias, "bytes": left.nbytes, "running": left.running} for left in unfinished],
             "catalog": [
                 {
                     "alias": entry.alias,
@@ -74,6 +75,10 @@ def run(args: argparse.Namespace) -> int:
                 print(f"{model.alias} cannot be opened: {model.fault}")
     else:
         print(f"No models in {store.models_directory()}.")
+    for left in unfinished:
+        what = "is being pulled" if left.running else "was not finished"
+        then = "" if left.running else f": pull it again, or turbospark-mlx rm {left.alias}"
+        print(f"{left.alias} {what} ({spell_bytes(left.nbytes)}){then}")
     print()
     here = {model.alias for model in models}
     _print_table(

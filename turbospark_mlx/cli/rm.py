@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-HELP = "delete an installed model"
+HELP = "delete an installed model, or what an unfinished pull left"
 
 EPILOG = """\
 Only models of the store are deleted, never what a link points to. Asks first, unless --yes; without a terminal to ask
@@ -26,14 +26,14 @@ def run(args: argparse.Namespace) -> int:
     from turbospark_mlx import store
     from turbospark_mlx.errors import OptionError
 
-    path = store.installed_path(args.name)
+    paths = " and ".join(map(str, store.removable(args.name)))
     if not args.yes:
         if not sys.stdin.isatty():
-            raise OptionError(f"There is no terminal to ask at. To delete {path}, add --yes.")
-        print(f"Delete {path}? [y/N] ", end="", file=sys.stderr, flush=True)
+            raise OptionError(f"There is no terminal to ask at. To delete {paths}, add --yes.")
+        print(f"Delete {paths}? [y/N] ", end="", file=sys.stderr, flush=True)
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             print("kept", file=sys.stderr)
             return 1
     store.remove(args.name)
-    print(f"deleted {path}")
+    print(f"deleted {paths}")
     return 0

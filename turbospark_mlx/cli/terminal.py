@@ -39,24 +39,36 @@ def interrupt() -> Iterator[threading.Event]:
         signal.signal(signal.SIGINT, before)
 
 
-class _SayOnce(logging.Handler):
-    """One line on stderr at the first record."""
+class _CompileProgress(logging.Handler):
+    """One line on stderr at the first record, and on a terminal how many kernels of how many are done."""
 
-    def __init__(self, line: str):
+    def __init__(self):
         super().__init__()
-        self._line = line
+        self._told, self._bar = False, None
 
     def emit(self, record: logging.LogRecord) -> None:
-        if self._line:
-            print(self._line, file=sys.stderr, flush=True)
-            self._line = ""
+        if not self._told:
+            print("compiling kernels for this machine; they are kept for the next time", file=sys.stderr, flush=True)
+            self._told = True
+        done, total = getattr(record, "kernels", (0, 0))
+        if total and sys.stderr.isatty():
+            if self._bar is None:
+                from tqdm import tqdm
+
+                self._bar = tqdm(total=total, unit=" kernels", desc="compiled", leave=False, mininterval=0)
+            self._bar.update(done - self._bar.n)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        super().close()
 
 
 @contextmanager
 def compile_notice() -> Iterator[None]:
-    """Says on stderr, once, that kernels are being compiled, which takes seconds and happens on first use."""
+    """Says on stderr that kernels are being compiled, which takes seconds on first use, and how far that is."""
     logger = logging.getLogger("turbospark_mlx.custom_kernels.backends.compiler")
-    handler, level = _SayOnce("compiling kernels for this machine; they are kept for the next time"), logger.level
+    handler, level = _CompileProgress(), logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
@@ -64,6 +76,7 @@ def compile_notice() -> Iterator[None]:
     finally:
         logger.setLevel(level)
         logger.removeHandler(handler)
+        handler.close()
 
 
 @contextmanager

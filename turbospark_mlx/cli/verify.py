@@ -25,9 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
 
 
-def add_install_argument(parser: argparse.ArgumentParser) -> None:
+def add_install_argument(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """The positional argument of commands about one install."""
-    parser.add_argument("install", metavar="MODEL", help="an install directory, or the alias of a pulled model")
+    text = "an install directory, or the alias of a pulled model"
+    parser.add_argument("install", metavar="MODEL", nargs=None if required else "?", help=text)
 
 
 def install_path(argument: str) -> str | os.PathLike[str]:

@@ -1,0 +1,82 @@
+"""The models that benchmarks make up: ours and mlx-lm's are one model, so that their speeds are of the same work."""
+
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from turbospark_mlx import Runner
+from turbospark_mlx.custom_kernels import backends
+
+TINY = {
+    "num_hidden_layers": 2,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 640,
+}
+
+
+@pytest.fixture
+def benchmarks(monkeypatch):
+    """The scripts' own folder, as they see it."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if Path(getattr(sys.modules[name], "__file__", None) or "/").parent.name == "benchmarks":
+            del sys.modules[name]
+
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu():
+    device = mx.default_device()
+    mx.set_default_device(mx.cpu)
+    yield
+    mx.set_default_device(device)
+
+
+@pytest.mark.parametrize("shape", ["llama-8b", "llama-1b"])
+def test_a_made_up_model_and_its_twin_are_the_same(benchmarks, shape):
+    import peers
+    import shapes
+
+    config = {**shapes.SHAPES[shape], **TINY}
+    model = shapes.make_model(config, backends.select("reference"))
+    twin = peers.mlx_lm_twin(model, config, shapes.STORED, mx.float32)
+    ids = [5, 600, 17, 33]
+    ours = np.array(Runner(model, max_context=16).prefill(ids))
+    theirs = np.array(twin(mx.array([ids]))[0, -1])
+    assert np.isfinite(ours).all()
+    assert 0.1 < ours.std() < 10
+    assert np.abs(ours - theirs).max() < 1e-4 * ours.std()
+
+
+def test_what_a_token_reads(benchmarks):
+    import shapes
+
+    config = {**shapes.SHAPES["llama-8b"], **TINY}
+    model = shapes.make_model(config, backends.select("reference"))
+    everything = sum(a.nbytes for _, a in tree_flatten(model.parameters()))
+    table = 640 * 256 // 2 + 2 * 2 * 640 * 256 // 64
+    cache = 2 * 2 * 10 * 2 * 64 * 4  # keys and values, layers, tokens, heads, dimensions, bytes
+    assert shapes.bytes_a_token(model, 10) == everything - table + cache
+    tied = shapes.make_model({**config, "tie_word_embeddings": True}, backends.select("reference"))
+    assert shapes.bytes_a_token(tied, 10) == everything - table + cache
+
+
+def test_the_shape_of_llama_8b(benchmarks):
+    import shapes
+
+    from turbospark_mlx.families import family_for_model_type
+
+    config = shapes.SHAPES["llama-8b"]
+    family = family_for_model_type("llama")
+    expected = family.expected(family.config_from_hf(config))
+    # Llama 3.1 8B's model card: 8,030,261,248 parameters.
+    assert sum(int(np.prod(shape)) for shape in expected.values()) == 8_030_261_248
