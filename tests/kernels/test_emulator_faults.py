@@ -196,6 +196,14 @@ def test_a_misaligned_vector():
     fault("alignment", I + "y[i] = ((const device float2*)(x + 1))[i / 4].x;", "aligned to 8")
 
 
+def test_a_vector_over_a_view_that_begins_between_vectors():
+    source = I + "y[i] = ((const device float4*)x)[i / 4].x;"
+    whole = mx.arange(68, dtype=mx.float32)
+    mx.eval(whole)
+    assert run(source, x=whole[4:])[0] == 4
+    fault("alignment", source, "aligned to 16", x=whole[1:65])
+
+
 def test_an_unwritten_output():
     fault(
         "unwritten",
