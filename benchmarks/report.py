@@ -50,9 +50,8 @@ def machine(report: Report, backend: Backend) -> None:
     report("## Machine\n")
     packages = [f"{name} {importlib.metadata.version(name)}" for name in ("mlx", "turbospark-mlx")]
     report(f"- {datetime.now(UTC):%Y-%m-%d}, {platform.platform()}, Python {platform.python_version()}")
-    report(
-        f"- {device_name(backend)}, {os.cpu_count()} cores, {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"
-    )
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    report(f"- {device_name(backend)}, {os.cpu_count()} cores, {memory:.0f} GiB")
     if backend.device == "gpu":
         report(f"- GPU: {', '.join(f'{key} {value}' for key, value in mx.device_info().items())}")
     report(f"- {', '.join(packages)}, commit {command('git', 'rev-parse', '--short', 'HEAD') or 'unknown'}")

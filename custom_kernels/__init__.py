@@ -4,11 +4,23 @@ Every op takes the back end that `backends.select` returned. Results have the dt
 in float32. A reference is the op's definition and may be slow.
 """
 
-from turbospark_mlx.custom_kernels import affine, backends, decode_attention, dense, head, norm, rotary, rotation
+from turbospark_mlx.custom_kernels import (
+    affine,
+    backends,
+    decode_attention,
+    dense,
+    experts_cpu,
+    head,
+    norm,
+    rotary,
+    rotation,
+)
 from turbospark_mlx.custom_kernels.affine import affine_embedding, affine_matmul, gated_affine_matmul
 from turbospark_mlx.custom_kernels.append_attention import APPEND_ATTENTION, append_attention
 from turbospark_mlx.custom_kernels.dense import dense_matmul
 from turbospark_mlx.custom_kernels.emulator import emulate
+from turbospark_mlx.custom_kernels.expert_arena import BlobMatrix, ExpertArena, ExpertBlob
+from turbospark_mlx.custom_kernels.experts import Mixture, expert_mixture
 from turbospark_mlx.custom_kernels.head import greedy_head
 from turbospark_mlx.custom_kernels.norm import add_rms_norm, gated_rms_norm, rms_norm, rms_norm_add
 from turbospark_mlx.custom_kernels.rotary import appends, qkv_append, qkv_epilogue, rotation_table
@@ -30,11 +42,16 @@ OPS = (
     rotation.ROTATE,
     decode_attention.ATTENTION,
     APPEND_ATTENTION,
+    experts_cpu.EXPERT_MIXTURE,
 )
 """Every op, as what `backends.Backend.counters` counts: its kernels, and when they are taken."""
 
 __all__ = [
     "OPS",
+    "BlobMatrix",
+    "ExpertArena",
+    "ExpertBlob",
+    "Mixture",
     "add_rms_norm",
     "affine_embedding",
     "affine_matmul",
@@ -45,6 +62,7 @@ __all__ = [
     "cache_attention",
     "dense_matmul",
     "emulate",
+    "expert_mixture",
     "gated_affine_matmul",
     "gated_rms_norm",
     "greedy_head",

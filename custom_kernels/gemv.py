@@ -68,8 +68,8 @@ def sizes_on_gpu(rows: int, columns: int, out: int, bits: int, gated: bool) -> S
     if gated:
         return Sizes(1, 8, 4, 2 if bits <= 4 else 1)
     if columns > 8192:
-        return Sizes(1, 8, 1, 4 if bits <= 4 else 2)
-    return Sizes(4 if out >= 1 << 15 and bits <= 4 else 2, 8, 1, 2)
+        return Sizes(1, 16, 1, 2)
+    return Sizes(2, 8, 1, 2)
 
 
 def staged_blocks(backend: str, rows: int, columns: int, dtype: mx.Dtype) -> int:

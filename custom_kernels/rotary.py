@@ -35,20 +35,42 @@ def rotation_table(frequencies: np.ndarray, offset: int, length: int) -> np.ndar
     return rotations(frequencies, np.arange(offset, offset + length))
 
 
-def qkv_epilogue_reference(qkv, rotation, *, heads: int, kv_heads: int, q_norm=None, k_norm=None, eps=None):
+def stored_heads(heads: int, kv_heads: int, shared_values: bool) -> int:
+    """The heads of a joint projection."""
+    return heads + kv_heads * (1 if shared_values else 2)
+
+
+def qkv_epilogue_reference(
+    qkv,
+    rotation,
+    *,
+    heads: int,
+    kv_heads: int,
+    q_norm=None,
+    k_norm=None,
+    eps=None,
+    value_norm: bool = False,
+    shared_values: bool = False,
+):
     """Definition of `qkv_epilogue`."""
     batch, length, width = qkv.shape
-    split = qkv.astype(mx.float32).reshape(batch, length, -1, width // (heads + 2 * kv_heads)).transpose(0, 2, 1, 3)
-    q, k, v = mx.split(split, [heads, heads + kv_heads], axis=1)
+    head_dim = width // stored_heads(heads, kv_heads, shared_values)
+    split = qkv.astype(mx.float32).reshape(batch, length, -1, head_dim).transpose(0, 2, 1, 3)
+    q, k = split[:, :heads], split[:, heads : heads + kv_heads]
+    v = k if shared_values else split[:, heads + kv_heads :]
     if q_norm is not None:
-        q, k = rms_norm_reference(q, q_norm, eps=eps), rms_norm_reference(k, k_norm, eps=eps)
+        q = rms_norm_reference(q, q_norm, eps=eps)
+    if k_norm is not None:
+        k = rms_norm_reference(k, k_norm, eps=eps)
+    if value_norm:
+        v = rms_norm_reference(v, None, eps=eps)
     cosine, sine = rotation[..., 0], rotation[..., 1]
 
     def rotate(x):
         first, second = mx.split(x, 2, axis=-1)
         return mx.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
 
-    return rotate(q).astype(qkv.dtype), mx.stack([rotate(k), v]).astype(qkv.dtype)
+    return rotate(q).astype(qkv.dtype), mx.stack([rotate(k), v]).astype(qkv.dtype) if kv_heads else None
 
 
 @lru_cache(maxsize=4096)
@@ -61,11 +83,14 @@ def plan(
     dtype: mx.Dtype,
     q_norm_dtype: mx.Dtype | None,
     k_norm_dtype: mx.Dtype | None,
+    value_norm: bool,
+    shared_values: bool,
     append: bool,
 ) -> Launch:
     """The launch for ``qkv`` of ``shape``; ``append`` writes keys and values into a cache."""
     batch, length, width = shape
-    head_dim, units = width // (heads + 2 * kv_heads), batch * length * (heads + 2 * kv_heads)
+    head_dim = width // stored_heads(heads, kv_heads, shared_values)
+    units = batch * length * (heads + 2 * kv_heads)
     host = backend == "host"
     return Launch(
         KERNEL,
@@ -76,6 +101,8 @@ def plan(
             ("D", head_dim),
             ("NORM", q_norm_dtype is not None),
             ("EPSILON_BITS", float_bits(eps)),
+            ("VALUE_NORM", value_norm),
+            ("SHARED_VALUES", shared_values),
             ("APPEND", append),
         ),
         groups=(max(1, batch * length * width // VALUES_PER_GROUP) if host else -(-units // 4), 1),
@@ -83,7 +110,7 @@ def plan(
         input_dtypes=(dtype, mx.float32, q_norm_dtype, k_norm_dtype, *((dtype, mx.int32) if append else (None, None))),
         output_shapes=(
             (batch, heads, length, head_dim),
-            None if append else (2, batch, kv_heads, length, head_dim),
+            None if append or not kv_heads else (2, batch, kv_heads, length, head_dim),
         ),
         output_dtypes=(dtype, dtype),
     )
@@ -98,20 +125,29 @@ def qkv_epilogue(
     q_norm: mx.array | None = None,
     k_norm: mx.array | None = None,
     eps: float | None = None,
+    value_norm: bool = False,
+    shared_values: bool = False,
     backend: Backend,
-) -> tuple[mx.array, mx.array]:
+) -> tuple[mx.array, mx.array | None]:
     """Split ``qkv [B, L, (H + 2 KV) * D]`` into heads, normalize and rotate queries and keys.
 
     Returns ``q [B, H, L, D]`` and ``kv [2, B, KV, L, D]``, keys first, in the dtype of ``qkv``. Pairs ``(i, i + D /
     2)`` turn by ``rotation [L, D / 2, 2]`` (see `rotation_table`). ``q_norm [D]``, ``k_norm [D]`` with ``eps`` stand
-    for `norm.rms_norm` of each head before. Raises OptionError for shapes that do not fit.
+    for `norm.rms_norm` of each head before, ``value_norm`` for that of values, without a weight.
+
+    With ``shared_values`` the rows of keys, before norm and rotation, are the values too, and ``qkv`` is ``[B, L, (H +
+    KV) * D]``. With ``kv_heads`` 0 there are queries alone, and None for ``kv``. Raises OptionError for shapes that do
+    not fit.
     """
-    _check("qkv_epilogue", qkv.shape, rotation, heads, kv_heads, q_norm, k_norm, eps)
+    _check("qkv_epilogue", qkv.shape, rotation, heads, kv_heads, q_norm, k_norm, eps, value_norm, shared_values)
     if qkv.size == 0 or not QKV_EPILOGUE.serves(backend, qkv.dtype):
         backend.count(QKV_EPILOGUE.name, "mlx")
-        norms = {"q_norm": q_norm, "k_norm": k_norm, "eps": eps}
-        return qkv_epilogue_reference(qkv, rotation, heads=heads, kv_heads=kv_heads, **norms)
-    return tuple(_launch(qkv, rotation, heads, kv_heads, q_norm, k_norm, eps, None, None, backend))
+        norms = {"q_norm": q_norm, "k_norm": k_norm, "eps": eps, "value_norm": value_norm}
+        sizes = {"heads": heads, "kv_heads": kv_heads, "shared_values": shared_values}
+        return qkv_epilogue_reference(qkv, rotation, **sizes, **norms)
+    options = value_norm, shared_values
+    q, *kv = _launch(qkv, rotation, heads, kv_heads, q_norm, k_norm, eps, *options, None, None, backend)
+    return q, kv[0] if kv else None
 
 
 def qkv_append_reference(qkv, rotation, cache, start, **sizes):
@@ -139,6 +175,8 @@ def qkv_append(
     q_norm: mx.array | None = None,
     k_norm: mx.array | None = None,
     eps: float | None = None,
+    value_norm: bool = False,
+    shared_values: bool = False,
     backend: Backend,
 ) -> mx.array:
     """`qkv_epilogue` that writes keys and values into ``cache`` itself, for what `appends` accepts; returns ``q``.
@@ -147,13 +185,17 @@ def qkv_append(
     ``start``, an int32 array ``[1]``, on. MLX does not know of it: wait for ``q``, or for what is computed from it,
     before the cache is read by anything but `cache_attention` of this ``q``. Raises OptionError as `qkv_epilogue` does.
     """
-    check_append("qkv_append", qkv, rotation, cache, heads, kv_heads, q_norm, k_norm, eps)
-    return _launch(qkv, rotation, heads, kv_heads, q_norm, k_norm, eps, cache, start, backend)[0]
+    options = value_norm, shared_values
+    check_append("qkv_append", qkv, rotation, cache, heads, kv_heads, q_norm, k_norm, eps, *options)
+    return _launch(qkv, rotation, heads, kv_heads, q_norm, k_norm, eps, *options, cache, start, backend)[0]
 
 
-def check_append(op: str, qkv, rotation, cache, heads, kv_heads, q_norm, k_norm, eps) -> int:
+def check_append(
+    op: str, qkv, rotation, cache, heads, kv_heads, q_norm, k_norm, eps, value_norm=False, shared_values=False
+) -> int:
     """Check that rows fit a cache; returns D. Raises OptionError."""
-    head_dim = _check(op, qkv.shape, rotation, heads, kv_heads, q_norm, k_norm, eps)
+    options = value_norm, shared_values
+    head_dim = _check(op, qkv.shape, rotation, heads, kv_heads, q_norm, k_norm, eps, *options)
     batch, length, _ = qkv.shape
     if (
         cache.ndim != 5
@@ -168,16 +210,17 @@ def check_append(op: str, qkv, rotation, cache, heads, kv_heads, q_norm, k_norm,
     return head_dim
 
 
-def _check(op: str, shape, rotation, heads, kv_heads, q_norm, k_norm, eps) -> int:
+def _check(op: str, shape, rotation, heads, kv_heads, q_norm, k_norm, eps, value_norm, shared_values) -> int:
     """Check that the parts belong together; returns D. Raises OptionError."""
     _, length, width = shape
-    head_dim, rest = divmod(width, heads + 2 * kv_heads)
+    head_dim, rest = divmod(width, stored_heads(heads, kv_heads, shared_values))
     if rest or head_dim % 2 or rotation.shape != (length, head_dim // 2, 2):
         raise OptionError(
-            f"{op}: qkv {list(shape)} of {heads} + 2 * {kv_heads} heads, rotation {list(rotation.shape)} "
-            "do not fit [B, L, heads * D] and [L, D / 2, 2]"
+            f"{op}: qkv {list(shape)} of {heads} + {1 if shared_values else 2} * {kv_heads} heads, rotation "
+            f"{list(rotation.shape)} do not fit [B, L, heads * D] and [L, D / 2, 2]"
         )
-    if len({q_norm is None, k_norm is None, eps is None}) > 1:
+    normed = q_norm is not None
+    if (k_norm is not None) != (normed and kv_heads > 0) or (eps is not None) != (normed or value_norm):
         raise OptionError(f"{op}: q_norm, k_norm and eps belong together")
     for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
         if weight is not None and weight.shape != (head_dim,):
@@ -185,8 +228,11 @@ def _check(op: str, shape, rotation, heads, kv_heads, q_norm, k_norm, eps) -> in
     return head_dim
 
 
-def _launch(qkv, rotation, heads, kv_heads, q_norm, k_norm, eps, cache, start, backend) -> list[mx.array]:
+def _launch(
+    qkv, rotation, heads, kv_heads, q_norm, k_norm, eps, value_norm, shared_values, cache, start, backend
+) -> list[mx.array]:
     backend.count((QKV_EPILOGUE if cache is None else QKV_APPEND).name, "kernel")
     dtypes = (None if weight is None else weight.dtype for weight in (q_norm, k_norm))
-    call = plan(backend.name, qkv.shape, heads, kv_heads, eps or 0.0, qkv.dtype, *dtypes, cache is not None)
+    variant = value_norm, shared_values, cache is not None
+    call = plan(backend.name, qkv.shape, heads, kv_heads, eps or 0.0, qkv.dtype, *dtypes, *variant)
     return backend.launch(call, (qkv, rotation, q_norm, k_norm, cache, start))

@@ -2,6 +2,7 @@
 
 python examples/llama.py                                     # makes a tiny random model: the workings, not English
 python examples/llama.py --variant mistral                   # one of the family's switches; --variant list shows them
+python examples/llama.py --variant qwen3-moe                 # a mixture of experts: Mixtral and Qwen3-MoE
 python examples/llama.py --model smollm2-135m --prompt "The moon is"
 """
 
@@ -17,6 +18,8 @@ from pathlib import Path
 import mlx.core as mx
 
 from turbospark_mlx import Runner
+from turbospark_mlx.families.layers import Positions
+from turbospark_mlx.families.moe import route
 from turbospark_mlx.store import resolve
 from turbospark_mlx.testing import make_tiny_install, variants
 
@@ -55,6 +58,8 @@ def show(runner: Runner, prompt: str, count: int) -> None:
     longer = [*ids, *answer[:4]]
     print(f"\n{runner.reuse(longer)} of {len(longer)} tokens of a longer prompt were already there")
 
+    show_experts(runner, ids)
+
     # The model is an ordinary mlx.nn.Module: call it without a cache, or layer by layer.
     model, tokens = runner.model, mx.array([ids])
     x = model.model.embed_tokens(tokens)
@@ -65,6 +70,20 @@ def show(runner: Runner, prompt: str, count: int) -> None:
             print(f"layer {number} changes the residual stream by {float(change.mean()):.0%} of its length")
     by_layer = model.head(model.model.norm(x))
     print(f"layer by layer and at once differ by at most {float(mx.abs(by_layer - model(tokens)).max()):.1g}")
+
+
+def show_experts(runner: Runner, ids: list[int]) -> None:
+    """Which experts the last token meets in each layer that has any, and how much each counts."""
+    model, config = runner.model, runner.model.args
+    x = model.model.embed_tokens(mx.array([ids]))
+    for number, layer in enumerate(model.layers):
+        if number in config.routed_layers():
+            read = layer.self_attn(x, Positions(0, len(ids)), norm=layer.input_layernorm, residual=x)
+            logits = layer.mlp.gate(layer.post_attention_layernorm(read)[0, -1:].astype(mx.float32))
+            chosen, weights = route(logits, config.num_experts_per_tok, normalize=config.norm_topk_prob)
+            pairs = zip(chosen[0].tolist(), weights[0].tolist(), strict=True)
+            print(f"layer {number} gives the last token to", ", ".join(f"expert {e} ({w:.0%})" for e, w in pairs))
+        x = layer(x)
 
 
 def main() -> None:

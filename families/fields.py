@@ -102,6 +102,12 @@ class Fields:
             raise self.refuse(key, "expected an object.")
         return Fields(value, f"{self.where}: {key}", self.error)
 
+    def known(self, understood: set[str]) -> None:
+        """Refuse a field that is none of ``understood``, unless it is null."""
+        for key in self.values:
+            if key not in understood and self.has(key):
+                raise self.refuse(key, "this version does not understand such a field here.")
+
     def exactly(self, known: set[str]) -> None:
         """Refuse an object whose fields are not just those of ``known``: one too many or one too few."""
         if unknown := sorted(self.values.keys() - known):

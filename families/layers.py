@@ -22,11 +22,12 @@ from turbospark_mlx.custom_kernels import (
     dense_matmul,
     gated_affine_matmul,
     rms_norm,
+    rms_norm_add,
     rotation_table,
 )
 from turbospark_mlx.custom_kernels.backends import Backend
 from turbospark_mlx.errors import OptionError
-from turbospark_mlx.protocols import AffineFormat, LayerCache
+from turbospark_mlx.protocols import AffineFormat, ExpertFactory, LayerCache
 
 DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
 
@@ -85,8 +86,15 @@ class AffineLinear(Module):
         if bias:
             self.bias = mx.zeros((outputs,), DTYPES[bias])
 
-    def __call__(self, x: mx.array, *, norm: RMSNorm | None = None, residual: mx.array | None = None) -> mx.array:
-        """``norm`` is applied to ``x`` before, ``residual`` is added after."""
+    def __call__(
+        self,
+        x: mx.array,
+        *,
+        norm: RMSNorm | None = None,
+        residual: mx.array | None = None,
+        softcap: float | None = None,
+    ) -> mx.array:
+        """``norm`` is applied to ``x`` before, ``residual`` is added after; see `affine_matmul` for ``softcap``."""
         return affine_matmul(
             x,
             self["weight"],
@@ -98,11 +106,12 @@ class AffineLinear(Module):
             norm_weight=None if norm is None else norm["weight"],
             eps=None if norm is None else norm.eps,
             residual=residual,
+            softcap=softcap,
             backend=self._backend,
         )
 
-    def gated(self, x: mx.array, *, norm: RMSNorm) -> mx.array:
-        """``silu(gate) * up``, where the first half of the rows is the gate's; without bias."""
+    def gated(self, x: mx.array, *, norm: RMSNorm, activation: str = "silu") -> mx.array:
+        """``activation(gate) * up``, where the first half of the rows is the gate's; without bias."""
         return gated_affine_matmul(
             x,
             self["weight"],
@@ -110,9 +119,52 @@ class AffineLinear(Module):
             self["biases"],
             bits=self.bits,
             group_size=self.group_size,
+            activation=activation,
             norm_weight=norm["weight"],
             eps=norm.eps,
             backend=self._backend,
+        )
+
+
+class StackedLinear(Module):
+    """One of several matrices for each row: ``weight [E, N, K]`` and, where there is one, ``bias [E, N]``."""
+
+    def __init__(self, count: int, inputs: int, outputs: int, *, stored: str, bias: str | None):
+        super().__init__()
+        self.weight = mx.zeros((count, outputs, inputs), DTYPES[stored])
+        if bias:
+            self.bias = mx.zeros((count, outputs), DTYPES[bias])
+
+    def _product(self, x: mx.array, indices: mx.array) -> mx.array:
+        return mx.gather_mm(x, self["weight"].swapaxes(-1, -2), rhs_indices=indices)
+
+    def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
+        """``x [R, 1 or M, 1, K]`` with matrices ``indices [R, M]`` -> ``[R, M, 1, N]`` in the dtype of ``x``."""
+        y = self._product(x, indices)
+        return (y + self["bias"][indices][..., None, :] if "bias" in self else y).astype(x.dtype)
+
+
+class AffineStackedLinear(StackedLinear):
+    """``StackedLinear`` with affine-quantized matrices."""
+
+    def __init__(self, count: int, inputs: int, outputs: int, *, stored: AffineFormat, bias: str | None):
+        Module.__init__(self)
+        self.bits, self.group_size = stored.bits, stored.group_size
+        for name, array in packed(count * outputs, inputs, stored).items():
+            self[name] = array.reshape(count, outputs, -1)
+        if bias:
+            self.bias = mx.zeros((count, outputs), DTYPES[bias])
+
+    def _product(self, x: mx.array, indices: mx.array) -> mx.array:
+        return mx.gather_qmm(
+            x,
+            self["weight"],
+            self["scales"],
+            self["biases"],
+            rhs_indices=indices,
+            transpose=True,
+            group_size=self.group_size,
+            bits=self.bits,
         )
 
 
@@ -163,8 +215,9 @@ class AffineEmbedding(Module):
             backend=self._backend,
         )
 
-    def as_linear(self, x: mx.array) -> mx.array:
-        return affine_matmul(x, *self._parts(), bits=self.bits, group_size=self.group_size, backend=self._backend)
+    def as_linear(self, x: mx.array, *, softcap: float | None = None) -> mx.array:
+        options = {"bits": self.bits, "group_size": self.group_size, "softcap": softcap, "backend": self._backend}
+        return affine_matmul(x, *self._parts(), **options)
 
 
 class RMSNorm(Module):
@@ -178,6 +231,16 @@ class RMSNorm(Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         return rms_norm(x, self["weight"], eps=self.eps, backend=self._backend)
+
+    def add(self, residual: mx.array, x: mx.array, *, scale: mx.array | None = None) -> mx.array:
+        """``(residual + self(x)) * scale``, where ``scale`` is ``[1]``."""
+        return rms_norm_add(x, self["weight"], residual, eps=self.eps, scale=scale, backend=self._backend)
+
+
+def gelu_tanh(x: mx.array) -> mx.array:
+    """The tanh approximation of GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415), computed in float32."""
+    wide = x.astype(mx.float32)
+    return (0.5 * wide * (1 + mx.tanh(0.7978845608028654 * wide * (1 + 0.044715 * wide * wide)))).astype(x.dtype)
 
 
 def plain_attention(
@@ -197,13 +260,23 @@ def project(linear: nn.Module, x: mx.array, *, norm: nn.Module | None = None, re
     return y if residual is None else residual + y
 
 
+def add_normed(residual: mx.array, norm: nn.Module, x: mx.array, *, scale: mx.array | None = None) -> mx.array:
+    """``(residual + norm(x)) * scale [1]``, as one operation where this package's modules allow it."""
+    if isinstance(norm, RMSNorm):
+        return norm.add(residual, x, scale=scale)
+    y = residual + norm(x)
+    return y if scale is None else y * scale.astype(y.dtype)
+
+
 class RoPE:
     """Rotation of ``x [B, H, L, D]`` at positions ``offset .. offset + L - 1``; see ``rope.py`` for the frequencies."""
 
     def __init__(self, frequencies: np.ndarray):
         """``frequencies [D / 2]``: radians a position."""
         self._frequencies = frequencies
-        self._periods = mx.array((1.0 / frequencies).astype(np.float32))
+        with np.errstate(divide="ignore"):
+            # A pair that does not turn has an infinite period, which MLX takes for angle 0.
+            self._periods = mx.array((1.0 / frequencies).astype(np.float32))
 
     def table(self, offset: int, length: int) -> np.ndarray:
         """`custom_kernels.rotation_table` of ``length`` positions from ``offset`` on."""
@@ -295,13 +368,15 @@ class Builder:
 
     ``formats`` maps tensor names, in the checkpoint's spelling, to formats; a name that is absent is float32. ``dtype``
     is that of activations. ``fused`` chooses this package's modules, with joint projections; without it, plain
-    ``mlx.nn`` modules are made, which have gradients.
+    ``mlx.nn`` modules are made, which have gradients. ``experts`` makes routed experts that live elsewhere than in
+    parameters.
     """
 
     backend: Backend
     dtype: mx.Dtype
     formats: Mapping[str, Format] = field(default_factory=dict)
     fused: bool = True
+    experts: ExpertFactory | None = None
 
     @property
     def attention(self) -> Callable[..., mx.array]:
@@ -331,6 +406,12 @@ class Builder:
             plain.bias = mx.zeros((outputs,), DTYPES[bias])
         return plain
 
+    def stacked(self, path: str, count: int, inputs: int, outputs: int, bias: bool) -> StackedLinear:
+        """The matrices ``path.weight [count, outputs, inputs]``, with ``path.bias [count, outputs]`` where ``bias``."""
+        stored = self._stored(f"{path}.weight")
+        kind = AffineStackedLinear if isinstance(stored, AffineFormat) else StackedLinear
+        return kind(count, inputs, outputs, stored=stored, bias=self._stored(f"{path}.bias") if bias else None)
+
     def projections(
         self, inputs: int, outputs: Mapping[str, int], *, bias: bool = False
     ) -> tuple[list[nn.Module], Projections]:
@@ -354,6 +435,10 @@ class Builder:
         plain = nn.Embedding(rows, width)
         plain.weight = mx.zeros((rows, width), DTYPES[stored])
         return plain
+
+    def vector(self, path: str, width: int) -> mx.array:
+        """The parameter ``path [width]``."""
+        return mx.ones((width,), DTYPES[self._stored(path)])
 
     def norm(self, path: str, width: int, eps: float) -> nn.Module:
         """The norm with ``path.weight [width]``."""

@@ -194,7 +194,9 @@ class RopeContext:
     original_length_stated: bool
 
 
-def parse_rope(config: Fields, head_dim: int, max_position_embeddings: int) -> tuple[float, RopeScaling | None]:
+def parse_rope(
+    config: Fields, head_dim: int, max_position_embeddings: int, default_theta: float = DEFAULT_THETA
+) -> tuple[float, RopeScaling | None]:
     """``(theta, scaling)`` from config.json, in the published spelling (``rope_theta`` and ``rope_scaling``) or in that
     of transformers 5 (``rope_parameters``).
 
@@ -212,7 +214,7 @@ def parse_rope(config: Fields, head_dim: int, max_position_embeddings: int) -> t
     if len(scalings) > 1:
         raise config.error(f"{config.where}: rope_scaling and rope_parameters describe different scalings.")
     config.allow_only("partial_rotary_factor", (1,), "this family rotates whole heads.")
-    return (thetas or {DEFAULT_THETA}).pop(), (scalings or {None}).pop()
+    return (thetas or {default_theta}).pop(), (scalings or {None}).pop()
 
 
 def _blocks(fields: Fields) -> list[Fields]:

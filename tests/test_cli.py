@@ -98,8 +98,10 @@ def test_flags_reach_the_sampler(run):
 
 
 def test_model_flags_reach_the_runner(run):
-    _, _, err = run("generate", "m", "hi", "--kernels", "reference", "--dtype", "float32", "--verify", "full")
-    assert "opened m with {'kernels': 'reference', 'dtype': 'float32', 'verify': 'full'}" in err
+    model = ("--kernels", "reference", "--dtype", "float32", "--verify", "full")
+    _, _, err = run("generate", "m", "hi", *model, "--residency", "streamed", "--expert-slots", "8")
+    assert "opened m with {'kernels': 'reference', 'dtype': 'float32', 'verify': 'full'," in err
+    assert "'residency': 'streamed', 'expert_slots': 8}" in err
 
 
 def test_the_choices_are_those_of_the_parts_that_take_them():

@@ -35,7 +35,7 @@ def test_whatever_is_counted_is_an_op_of_the_table():
         for node in ast.walk(ast.parse(path.read_text())):
             if (
                 isinstance(node, ast.Call)
-                and ast.unparse(node.func) == "backend.count"
+                and ast.unparse(node.func).endswith("backend.count")
                 and not ast.unparse(node.args[0]).endswith(".name")
             ):
                 raise AssertionError(f"{path.name}:{node.lineno}: {ast.unparse(node)}")
@@ -67,7 +67,7 @@ def test_the_variants_of_models_take_the_kernels_that_the_table_names():
         assert len(names) == len(backend.counters)
         assert set(launched) <= {kernel.name for name in names for kernel in table[name].kernels}
         seen |= names
-    assert seen == {op.name for op in ck.OPS}
+    assert seen == {op.name for op in ck.OPS if op.device in (None, "gpu")}
 
 
 def test_an_op_says_why_its_kernel_is_not_taken():

@@ -9,6 +9,7 @@ from tests.families.oracles import PROMPT, assert_exact
 from turbospark_mlx.custom_kernels import backends, rms_norm
 from turbospark_mlx.custom_kernels.backends import compiler
 from turbospark_mlx.custom_kernels.backends.replay import NotRecordable, Recording
+from turbospark_mlx.generation.loop import Request, generate_tokens
 from turbospark_mlx.runner import Runner
 from turbospark_mlx.testing import make_tiny_install
 
@@ -147,6 +148,7 @@ def test_looking_ahead_changes_nothing(install, variant, seed):
                 token = int(mx.argmax(logits)) if action == "likeliest" else int(rng.integers(320))
                 logits = runner.decode(token, ahead=bool(rng.integers(4)))
                 assert_exact(logits, oracle.decode(token))
+                assert runner.likeliest() in (None, int(mx.argmax(logits)))
             elif action == "mark" and runner.position:
                 marks.append((runner.mark(), oracle.mark(), logits))
             elif action == "rollback" and marks:
@@ -165,3 +167,30 @@ def test_looking_ahead_changes_nothing(install, variant, seed):
                 logits = runner.prefill(ids)
                 assert_exact(logits, oracle.prefill(ids))
             assert runner.history == oracle.history
+
+
+def test_an_answer_that_takes_the_likeliest_is_the_same_looking_ahead(install):
+    with (
+        Runner.open(install["llama"], kernels="reference") as runner,
+        Runner.open(install["llama"], kernels="reference") as oracle,
+    ):
+        runner._looks_ahead = True
+        request = Request(max_tokens=20)
+        ours, theirs = (list(generate_tokens(r, r.tokenizer, PROMPT[:9], request)) for r in (runner, oracle))
+        assert [response.token for response in ours] == [response.token for response in theirs]
+        for one, other in zip(ours, theirs, strict=True):
+            assert_exact(one.logits, other.logits)
+        known = []
+        for _ in range(4):
+            runner.decode(5, ahead=True)
+            known.append(runner.likeliest())
+        assert all(isinstance(token, int) for token in known)
+
+
+def test_logits_that_are_no_numbers_have_no_likeliest(install):
+    with Runner.open(install["llama"], kernels="reference") as runner:
+        runner._looks_ahead = True
+        runner.prefill(PROMPT[:4])
+        runner.model.model.norm.weight = runner.model.model.norm.weight * mx.nan
+        runner.decode(5, ahead=True)
+        assert runner.likeliest() is None

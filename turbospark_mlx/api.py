@@ -6,6 +6,7 @@ import difflib
 import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from os import PathLike
 from typing import Any
@@ -28,15 +29,20 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | mx.array
 def load(path_or_hf_repo: str | PathLike[str], **options: Any) -> tuple[nn.Module, Tokenizer]:
     """``(model, tokenizer)`` of an install directory, an alias, or a hub repository, which is pulled on first use.
 
-    ``options`` are those of ``Runner.open``: ``kernels``, ``dtype``, ``verify``, ``fused``, ``max_context``. Raises
-    StoreError, InstallError and OptionError.
+    ``options`` are those of ``Runner.open``: ``kernels``, ``dtype``, ``verify``, ``fused``, ``max_context``,
+    ``residency``, ``expert_slots``. Raises StoreError, InstallError and OptionError.
 
     >>> model, tokenizer = load("smollm2-135m")  # doctest: +SKIP
     """
     from turbospark_mlx.store import resolve
 
-    with Runner.open(resolve(path_or_hf_repo), **options) as runner:
-        return runner.model, runner.tokenizer
+    with ExitStack() as stack:
+        runner = stack.enter_context(Runner.open(resolve(path_or_hf_repo), **options))
+        loaded = runner.model, runner.tokenizer
+        if runner.experts is not None and runner.experts.reads_files:
+            # The model needs the files for as long as it lives, and closes them when it goes.
+            stack.pop_all()
+    return loaded
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: Prompt, template_variables: Mapping[str, Any] | None = None) -> list[int]:

@@ -7,8 +7,7 @@ configuration calls for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,8 +17,10 @@ from turbospark_mlx import families
 from turbospark_mlx.custom_kernels.backends import Backend
 from turbospark_mlx.errors import InstallError, OptionError
 from turbospark_mlx.families.layers import DTYPES
-from turbospark_mlx.gturbo import Install
-from turbospark_mlx.protocols import Family, ModelConfig
+from turbospark_mlx.families.routed import parameter
+from turbospark_mlx.gturbo import Install, TensorEntry, experts_layout
+from turbospark_mlx.gturbo.experts_layout import ExpertTensor
+from turbospark_mlx.protocols import ExpertFactory, ExpertSpec, Family, ModelConfig
 
 Progress = Callable[[int, int], None]
 
@@ -57,9 +58,11 @@ def load_model(
     fused: bool = True,
     max_context: int | None = None,
     progress: Progress | None = None,
+    experts: ExpertFactory | None = None,
 ) -> nn.Module:
     """The model of an open install, every array evaluated.
 
+    ``experts`` makes the routed experts of each layer; without it they are read into stacks, all of them.
     ``fused=False`` gives plain ``mlx.nn`` modules, whose companions, norms and biases are widened to float32 where
     activations have another dtype than they. ``progress`` is called with the bytes read so far and in all. Raises
     InstallError where the tensors do not fit the configuration.
@@ -67,16 +70,19 @@ def load_model(
     family, config = read_config(install)
     check_tensors(install, family, config)
     places = {family.place(name, config).checkpoint_name: entry for name, entry in install.tensors.items()}
+    stacks = {} if experts is not None else _stacks(install, family, config)
+    stored = {**places, **{name: tensor for name, (_, tensor) in stacks.items()}}
     model = families.package(family.name).Model(
         config,
-        formats={name: entry.format or entry.dtype for name, entry in places.items()},
+        formats={name: tensor.format or tensor.dtype for name, tensor in stored.items()},
         backend=backend,
         dtype=resolve_dtype(dtype, backend),
         fused=fused,
         max_context=max_context,
+        experts=experts,
     )
     mx.eval(model.parameters())
-    _read(install, places, model, progress)
+    _read(install, places, stacks, model, progress)
     if not fused:
         model.update(tree_map(lambda array: _widened(array, model.dtype), model.parameters()))
         mx.eval(model.parameters())
@@ -85,7 +91,7 @@ def load_model(
 
 def check_tensors(install: Install, family: Family, config: ModelConfig) -> None:
     """Raise InstallError unless the install holds exactly the tensors that the configuration calls for."""
-    expected = family.expected(config)
+    expected = {n: shape for n, shape in family.expected(config).items() if family.place(n, config).routed is None}
     found = install.tensors
     where = f"{install.path}: model_weights.bin"
     if missing := [name for name in expected if name not in found]:
@@ -101,18 +107,68 @@ def check_tensors(install: Install, family: Family, config: ModelConfig) -> None
                 f"{where}: tensor {name!r} is {list(found[name].shape)}; manifest.json calls for {list(shape)}."
             )
 
+    _check_experts(install, list(family.experts(config).values()))
+
+
+def _check_experts(install: Install, specs: list[ExpertSpec]) -> None:
+    layers = install.experts.layers
+    if len(layers) != len(specs):
+        raise InstallError(
+            f"{install.path}: {experts_layout.FILE} has {len(layers)} layers of experts; manifest.json calls for"
+            f" {len(specs)}. Convert the model again."
+        )
+    for layer, spec in zip(layers, specs, strict=True):
+        where = f"{install.path}: {layer.file}"
+        if len(layer.offsets) != spec.num_experts:
+            raise InstallError(f"{where} has {len(layer.offsets)} experts; manifest.json calls for {spec.num_experts}.")
+        packed = {name for name, tensor in layer.tensors.items() if tensor.format}
+        companions = {f"{name}_{kind}" for name in packed for kind in _COMPANIONS}
+        if differing := sorted(spec.tensors.keys() ^ (layer.tensors.keys() - companions)):
+            state = "lacks" if differing[0] in spec.tensors else "has a tensor that the model does not use:"
+            raise InstallError(f"{where} {state} {differing[0]!r} of every expert. Convert the model again.")
+        for name, shape in spec.tensors.items():
+            if layer.tensors[name].shape != shape:
+                raise InstallError(
+                    f"{where}: {name!r} of an expert is {list(layer.tensors[name].shape)}; manifest.json calls for"
+                    f" {list(shape)}."
+                )
+
 
 def _others(names: list[str]) -> str:
     return f" and {len(names) - 1} more" if len(names) > 1 else ""
 
 
-def _read(install: Install, places: dict[str, Any], model: nn.Module, progress: Progress | None) -> None:
-    total, done = sum(entry.nbytes for entry in places.values()), 0
-    for name, array in tree_flatten(model.parameters()):
+def _stacks(install: Install, family: Family, config: ModelConfig) -> dict[str, tuple[int, ExpertTensor]]:
+    """Parameter name -> layer and tensor of the routed experts."""
+    return {
+        parameter(path, name): (position, install.experts.layers[position].tensors[name])
+        for position, (path, spec) in enumerate(family.experts(config).items())
+        for name in spec.tensors
+    }
+
+
+def _read(
+    install: Install,
+    places: Mapping[str, TensorEntry],
+    stacks: Mapping[str, tuple[int, ExpertTensor]],
+    model: nn.Module,
+    progress: Progress | None,
+) -> None:
+    arrays = tree_flatten(model.parameters())
+    total, done = sum(array.nbytes for _, array in arrays), 0
+    for name, array in arrays:
         stem, _, kind = name.rpartition(".")
-        entry = places[f"{stem}.weight"] if kind in _COMPANIONS else places[name]
+        stored = f"{stem}.weight" if kind in _COMPANIONS else name
         memory = memoryview(array).cast("B")
-        install.read_into(entry, kind if kind in _COMPANIONS else "data", memory)
+        if stored in places:
+            install.read_into(places[stored], kind if kind in _COMPANIONS else "data", memory)
+        else:
+            position, tensor = stacks[stored]
+            role = f"{tensor.role}_{kind}" if kind in _COMPANIONS else tensor.role
+            size = memory.nbytes // array.shape[0]
+            for expert in range(array.shape[0]):
+                buffer = memory[expert * size : (expert + 1) * size]
+                install.read_expert_part_into(position, expert, role, buffer)
         done += memory.nbytes
         if progress is not None:
             progress(done, total)

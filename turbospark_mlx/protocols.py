@@ -6,7 +6,7 @@ family describes its configuration and where each checkpoint tensor goes, in ter
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -28,16 +28,32 @@ class AffineFormat:
 
 
 @dataclass(frozen=True)
+class RoutedPart:
+    """What of a layer's routed experts one checkpoint tensor holds.
+
+    ``position`` counts the layers that have any. ``tensors`` are those of ``ExpertSpec.tensors`` that lie in it, one
+    after the other along the rows, in equal shares: ``("gate",)``, or ``("gate", "up")`` where a checkpoint joins them.
+    ``expert`` is the one that it belongs to, or None where it holds all of them along its first axis.
+    """
+
+    position: int
+    tensors: tuple[str, ...]
+    expert: int | None = None
+
+
+@dataclass(frozen=True)
 class Placement:
     """Where one checkpoint tensor goes in an install.
 
     ``name`` is the install's tensor name and ends in ``.weight`` for matrices. ``checkpoint_name`` is the name that
-    the module's parameter carries, which is the published checkpoint's.
+    the module's parameter carries, which is the published checkpoint's. Tensors of routed experts, and only they, have
+    ``routed``: their bytes go to the layer's expert file, and ``name`` is what messages call them.
     """
 
     name: str
     role: Role
     checkpoint_name: str
+    routed: RoutedPart | None = None
 
 
 @dataclass(frozen=True)
@@ -103,7 +119,13 @@ class Family(Protocol):
         ...
 
     def expected(self, config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
-        """Install name -> logical shape of every tensor that the model needs."""
+        """Install name -> logical shape of every tensor that the model needs. Of routed experts that is one stack a
+        matrix, ``[experts, rows, columns]``, as the module has it."""
+        ...
+
+    def experts(self, config: ModelConfig) -> Mapping[str, ExpertSpec]:
+        """Parameter path -> the routed experts there, one a layer that has any, by position. Empty for dense models.
+        ``families.routed`` names the parameters below a path."""
         ...
 
     def gguf_name(self, name: str, config: ModelConfig) -> str | Dropped:
@@ -144,3 +166,66 @@ class LayerCache(Protocol):
         """Go back to ``mark``: the state equals never having gone on. Raises ContextError for a mark that is no
         longer part of this state's history."""
         ...
+
+
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
+"""How an expert joins its gate ``g`` and up ``u`` before ``down``: ``silu(g) * u``; ``gelu(g) * u`` with the tanh
+approximation; or gpt-oss's ``g * sigmoid(alpha * g) * (u + 1)``, with ``g`` cut above ``limit`` and ``u`` on both
+sides."""
+
+
+@dataclass(frozen=True)
+class ExpertSpec:
+    """The routed experts of one layer, as the model's configuration describes them.
+
+    Each expert is ``down(activation(gate(x), up(x)))`` over ``hidden`` inputs; ``biases`` says whether its three
+    matrices have additive ones, added before the activation. How they are stored is the install's to say.
+    """
+
+    num_experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+    activation: Activation = "silu"
+    alpha: float = 1.702
+    limit: float = 7.0
+    """``alpha`` and ``limit`` belong to ``clamped_swiglu``."""
+    biases: bool = False
+
+    @property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Name -> logical shape of the tensors of one expert, in the order in which its blob holds them."""
+        found: dict[str, tuple[int, ...]] = {}
+        for name, rows, columns in (
+            ("gate", self.intermediate, self.hidden),
+            ("up", self.intermediate, self.hidden),
+            ("down", self.hidden, self.intermediate),
+        ):
+            found[name] = (rows, columns)
+            if self.biases:
+                found[f"{name}_bias"] = (rows,)
+        return found
+
+
+class Experts(Protocol):
+    """The routed experts of one layer. The layer that asks never knows where they live.
+
+    Between ``begin`` and ``finish`` the layer builds everything that does not need their answer, so that it runs while
+    experts are read. Each ``begin`` is finished before the next one of the same layer.
+    """
+
+    def begin(self, indices: Any) -> Any:
+        """Start on the experts that the router chose: ``indices [rows, top_k]``, integer, best first, distinct within
+        a row. Returns what ``finish`` takes."""
+        ...
+
+    def finish(self, pending: Any, x: Any, weights: Any, *, meanwhile: tuple[Any, ...] = ()) -> Any:
+        """``sum_k weights[:, k] * expert[indices[:, k]](x)``, added in the router's order: ``x [rows, hidden]``,
+        ``weights [rows, top_k]`` float32 -> ``[rows, hidden]`` in the dtype of ``x``. ``meanwhile`` are arrays that the
+        layer built since ``begin``: they are set going before anything is waited for."""
+        ...
+
+
+ExpertFactory = Callable[[int, ExpertSpec], Experts]
+"""``experts(position, spec)``: what a model is given to make each layer's experts; ``position`` counts the layers that
+have any. Whoever opens an install chooses where they live."""

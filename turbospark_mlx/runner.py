@@ -7,11 +7,12 @@ them back to where the call began or, where the evaluation itself failed, emptie
 
 from __future__ import annotations
 
+import math
 import operator
 import os
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -25,6 +26,7 @@ from turbospark_mlx.admission import ContextLimit, available_bytes, resolve_cont
 from turbospark_mlx.cache import mark_all, reusable_prefix, rollback_all, trim_all
 from turbospark_mlx.custom_kernels import backends
 from turbospark_mlx.errors import BackendError, ContextError, OptionError, TurbosparkError
+from turbospark_mlx.experts import ExpertCounters, ExpertStore, Resolved, least_bytes, open_experts
 from turbospark_mlx.gturbo import Install
 from turbospark_mlx.gturbo.files import spell_bytes
 from turbospark_mlx.step import DecodeStep
@@ -47,12 +49,23 @@ class Mark:
 
 
 @dataclass(frozen=True)
+class _Begun:
+    """A step on its way: the token that was fed, the logits behind it, and their largest, as a token and as a logit."""
+
+    fed: mx.array
+    logits: mx.array
+    likeliest: mx.array
+    peak: mx.array
+
+
+@dataclass(frozen=True)
 class Report:
     """What a runner resolved its options to. ``str()`` is a few lines for people. Sizes are in bytes.
 
     ``kv_bytes`` is what the caches take when the context is full, ``kv_bytes_now`` what they hold. ``operations`` maps
     ``(op, way it was run)`` to the number of calls so far; a decode step that runs as a whole counts when it is found.
-    ``decode_step`` says how that is.
+    ``decode_step`` says how that is. ``experts`` says where routed experts live, and ``expert_counters`` what was read
+    of them; None where there are none, or where they are parameters.
     """
 
     model_type: str
@@ -69,6 +82,8 @@ class Report:
     weight_bytes: int
     kv_bytes: int
     kv_bytes_now: int
+    experts: Resolved | None
+    expert_counters: ExpertCounters | None
     operations: dict[tuple[str, str], int]
     decode_step: str
 
@@ -83,6 +98,7 @@ class Report:
                 f" {spell_bytes(self.kv_bytes_now)} now",
                 f"context    {self.max_context} tokens ({self.context_reason}), trained for {self.trained_context},"
                 f" prompts in chunks of {self.prefill_chunk}",
+                *([f"experts    {self.experts}, {self.expert_counters}"] if self.experts else ()),
                 f"operations {ways or 'none yet'}",
                 f"decoding   {self.decode_step}",
             )
@@ -126,9 +142,15 @@ class Runner:
             self._chunk = whole_number("prefill_chunk", prefill_chunk)
         self._ids: list[int] = []
         self._cache = model.make_cache(self.max_context)
-        self._step = DecodeStep(model)
-        self._looks_ahead = model.backend.device == "gpu"
-        self._ahead: tuple[mx.array, mx.array] | None = None
+        self.experts: ExpertStore | None = model.experts
+        """Where the routed experts live, with what was read of them; None where they are parameters."""
+        if self.experts and prefill_chunk is None:
+            self._chunk = min(self._chunk, self.experts.most_rows)
+        chosen_on_host = self.experts is not None and self.experts.on_host
+        self._step = DecodeStep(model, fixed=not chosen_on_host)
+        self._looks_ahead = model.backend.device == "gpu" and not chosen_on_host
+        self._ahead: _Begun | None = None
+        self._last: _Begun | None = None
 
     @classmethod
     def open(
@@ -141,13 +163,16 @@ class Runner:
         verify: str = "auto",
         prefill_chunk: int | None = None,
         fused: bool = True,
+        residency: str = "auto",
+        expert_slots: int | str = "auto",
         progress: loader.Progress | None = None,
     ) -> Runner:
         """Open an install and load its model.
 
         ``kernels`` chooses the back end (``custom_kernels.backends.select``), ``dtype`` that of activations
         (``loader.resolve_dtype``), ``verify`` how much is hashed (``Install.open``). ``fused=False`` makes plain
-        ``mlx.nn`` modules on the reference back end, which have gradients. ``progress`` is called with the bytes of
+        ``mlx.nn`` modules on the reference back end, which have gradients. ``residency`` and ``expert_slots`` say where
+        routed experts live (``experts.open_experts``). ``progress`` is called with the bytes of
         weights read so far and in all. Raises InstallError, OptionError, BackendError.
         """
         backend = backends.select(kernels if fused else "reference")
@@ -157,9 +182,21 @@ class Runner:
             _, config = loader.read_config(install)
             weights = sum(entry.nbytes for entry in install.tensors.values())
             room = max(0, available_bytes(backend.device) - weights)
-            limit = resolve_context(config, max_context, activations.size, room)
+            asked = {"residency": residency, "slots": expert_slots}
+            least = least_bytes(install, **asked, fused=fused)
+            limit = resolve_context(config, max_context, activations.size, max(0, room - least))
+            store = None
+            if fused and install.experts:
+                room -= config.kv_bytes(limit.tokens, activations.size)
+                store = stack.enter_context(open_experts(install, backend=backend, room=room, **asked))
             model = loader.load_model(
-                install, backend=backend, dtype=activations, fused=fused, max_context=limit.tokens, progress=progress
+                install,
+                backend=backend,
+                dtype=activations,
+                fused=fused,
+                max_context=limit.tokens,
+                experts=store,
+                progress=progress,
             )
             runner = cls(model, max_context=limit, prefill_chunk=prefill_chunk, install=install)
             runner._compile_kernels()
@@ -177,11 +214,14 @@ class Runner:
             return caches
 
         lengths = [length for length in WARM_UP_ROWS if length <= self.max_context]
-        self.model.backend.rehearse(partial(run, length) for length in lengths)
-        for length in lengths:
-            caches = run(length)
-        for _ in range(min(STEPS_TO_SETTLE, self.max_context - caches[0].offset)):
-            mx.eval(self._step(0, caches))
+        with self.experts.idle() if self.experts and self.experts.on_host else nullcontext():
+            self.model.backend.rehearse(partial(run, length) for length in lengths)
+            for length in lengths:
+                caches = run(length)
+            for _ in range(min(STEPS_TO_SETTLE, self.max_context - caches[0].offset)):
+                mx.eval(self._step(0, caches))
+        if self.experts:
+            self.experts.compile_kernels(WARM_UP_ROWS)
         self.model.backend.counters.clear()
 
     @property
@@ -252,6 +292,17 @@ class Runner:
         self._check_usable()
         return self._forward(self._admit([token_id]), head=True, ahead=ahead)
 
+    def likeliest(self) -> int | None:
+        """The most probable token behind the last ``decode`` that looked ahead; None where that is not known, or where
+        the logits are not all numbers.
+
+        It is known without bringing the logits to the host, which costs a GPU's user a good part of a token's time.
+        """
+        self._check_usable()
+        if self._last is None or not math.isfinite(self._last.peak.item()):
+            return None
+        return self._last.likeliest.item()
+
     def mark(self) -> Mark:
         """A point to come back to with ``rollback``. It holds the caches' buffers, not a copy."""
         self._check_usable()
@@ -302,6 +353,8 @@ class Runner:
         self._check_usable()
         self._closed = True
         self._ids, self._cache, self._ahead, self._step, self.model = [], [], None, None, None
+        if self.experts is not None:
+            self.experts.close()
         if self._install is not None:
             self._install.close()
 
@@ -331,6 +384,8 @@ class Runner:
             weight_bytes=sum(array.nbytes for array in arrays),
             kv_bytes=config.kv_bytes(self.max_context, self.model.dtype.size),
             kv_bytes_now=sum(layer.nbytes for layer in self._cache),
+            experts=self.experts and self.experts.resolved,
+            expert_counters=self.experts and sum(self.experts.counters, ExpertCounters()),
             operations=dict(backend.counters),
             decode_step=self._step.how,
         )
@@ -380,6 +435,8 @@ class Runner:
                 logits = self.model.head(hidden[:, -1:])[0, 0].astype(mx.float32) if head else None
         except BaseException:
             self._ahead = None
+            if self.experts is not None:
+                self.experts.settle()
             self._undo(start, marks)
             raise
         try:
@@ -393,20 +450,33 @@ class Runner:
 
     def _decode_step(self, token: int, ahead: bool) -> mx.array:
         """Logits behind ``token``, which may have been begun before; ``ahead`` begins with the next."""
-        begun = self._ahead
-        if begun is not None and begun[0].item() == token:
-            self._ahead, logits = None, begun[1]
+        begun, self._last = self._ahead, None
+        if begun is not None and begun.fed.item() == token:
+            self._ahead = None
         else:
             self._forget_ahead()
-            logits = self._step(token, self._cache)
-        if ahead and self._looks_ahead and self.position + 2 <= self.max_context:
-            likeliest = mx.argmax(logits).astype(mx.int32).reshape(1, 1)
-            self._ahead = likeliest, self._step(likeliest, self._cache)
-            mx.async_eval(*self._ahead)
-        return logits
+            begun = None
+        if not (ahead and self._looks_ahead):
+            return self._step(token, self._cache) if begun is None else begun.logits
+        if begun is None:
+            begun = self._begin(mx.array([[token]], mx.int32))
+        if self.position + 2 <= self.max_context:
+            self._ahead = self._begin(begun.likeliest)
+        self._last = begun
+        return begun.logits
+
+    def _begin(self, token: mx.array) -> _Begun:
+        """Run a token without waiting. What the next step needs is evaluated with this one, because whoever waits for
+        one result of an evaluation waits for all of them."""
+        logits = self._step(token, self._cache)
+        likeliest = mx.argmax(logits).astype(mx.int32).reshape(1, 1)
+        begun = _Begun(token, logits, likeliest, mx.max(logits))
+        mx.async_eval(logits, likeliest, begun.peak)
+        return begun
 
     def _forget_ahead(self) -> None:
         """Bring the caches back from a step that was begun and is not wanted."""
+        self._last = None
         if self._ahead is not None:
             self._ahead = None
             trim_all(self._cache, self.position)
@@ -419,5 +489,5 @@ class Runner:
             trim_all(self._cache, start)
 
     def _empty(self) -> None:
-        self._ids, self._ahead = [], None
+        self._ids, self._ahead, self._last = [], None, None
         self._cache = self.model.make_cache(self.max_context)

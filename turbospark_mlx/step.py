@@ -89,13 +89,16 @@ class _Contents:
 class DecodeStep:
     """Runs one token at a time through ``model``; ``how`` says in a few words in which way."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, *, fixed: bool = True):
+        """``fixed`` says that the operations of a step do not depend on what it computes."""
         self._model = model
         backend: Backend = model.backend
         self._ropes: list[RoPE] | None = None
         self._run: Callable[[mx.array | int, int, list[mx.array]], mx.array] | None = None
         self.how = "one operation after the other"
-        if backend.launch is not None:
+        if not fixed:
+            self.how += ", because experts are chosen on the way"
+        elif backend.launch is not None:
             self._run, self.how = (
                 (self._run_compiled, "one compiled graph")
                 if backend.device == "gpu"

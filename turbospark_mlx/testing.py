@@ -7,12 +7,14 @@
 
 A variant is a configuration that reaches some switch of its family. Weights are random but never zero or one where that
 would hide a fault: matrices have a spread of 0.15, norms are near 1, biases have a spread of 0.3.
+``make_shaped_install`` writes installs of published models' sizes instead.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 import zlib
 from collections.abc import Mapping
@@ -24,6 +26,7 @@ import numpy as np
 from turbospark_mlx.errors import OptionError
 from turbospark_mlx.families import family_for_model_type
 from turbospark_mlx.protocols import Placement
+from turbospark_mlx.shaped import make_shaped_install as make_shaped_install
 
 WINDOW = 8
 """The sliding window of every variant that has one."""
@@ -54,9 +57,82 @@ def _scaled(**scaling: Any) -> dict[str, Any]:
 _MISTRAL = _llama(model_type="mistral", head_dim=32, sliding_window=WINDOW, rope_theta=1e6)
 _QWEN2 = _llama(model_type="qwen2", rms_norm_eps=1e-6, rope_theta=1e6, tie_word_embeddings=True)
 _QWEN3 = _llama(model_type="qwen3", head_dim=32, rms_norm_eps=1e-6, rope_theta=1e6)
+_MIXTRAL = _llama(model_type="mixtral", rope_theta=1e6, num_local_experts=4, num_experts_per_tok=2)
+_QWEN3_MOE = _QWEN3 | {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 3,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 64,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [1],
+    "norm_topk_prob": True,
+}
+
+_GEMMA4_ROPE = {
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+}
+
+
+def _gemma4(kinds: str, **fields: Any) -> dict[str, Any]:
+    """``kinds`` has an s or an f for each layer."""
+    return {
+        "model_type": "gemma4",
+        "vocab_size": 320,
+        "text_config": {
+            "model_type": "gemma4_text",
+            "vocab_size": 320,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": len(kinds),
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "num_global_key_value_heads": 1,
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "max_position_embeddings": 512,
+            "rms_norm_eps": 1e-6,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "layer_types": [{"s": "sliding_attention", "f": "full_attention"}[kind] for kind in kinds],
+            "sliding_window": WINDOW,
+            "rope_parameters": _GEMMA4_ROPE,
+            "final_logit_softcapping": 30.0,
+            "tie_word_embeddings": True,
+            "attention_k_eq_v": True,
+            "num_kv_shared_layers": 0,
+            "use_double_wide_mlp": False,
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 320,
+            "enable_moe_block": False,
+            **fields,
+        },
+    }
+
 
 # Scalings change only what lies past their original length, so that is 16 here and shows in short prompts.
 _VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "gemma4": {
+        "gemma4-moe": _gemma4("sfsf", enable_moe_block=True, num_experts=8, top_k_experts=3, moe_intermediate_size=64),
+        "gemma4-dense": _gemma4("ssf"),
+        "gemma4-small": _gemma4(
+            "sfsfssf",
+            attention_k_eq_v=False,
+            num_global_key_value_heads=None,
+            num_key_value_heads=1,
+            num_kv_shared_layers=4,
+            use_double_wide_mlp=True,
+            hidden_size_per_layer_input=32,
+        ),
+        "gemma4-untied": _gemma4(
+            "sf",
+            tie_word_embeddings=False,
+            final_logit_softcapping=None,
+            attention_k_eq_v=False,
+            hidden_size_per_layer_input=32,
+            rope_parameters={**_GEMMA4_ROPE, "full_attention": {"rope_type": "default", "rope_theta": 5e5}},
+        ),
+    },
     "llama": {
         "llama": _llama(),
         "llama-tied": _llama(tie_word_embeddings=True),
@@ -95,7 +171,17 @@ _VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "qwen2-windows": _QWEN2 | {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
         "qwen3": _QWEN3,
         "qwen3-biases": _QWEN3 | {"attention_bias": True},
-    }
+        "mixtral": _MIXTRAL,
+        "mixtral-windows": _MIXTRAL | {"sliding_window": WINDOW},
+        "qwen3-moe": _QWEN3_MOE,
+        "qwen3-moe-sums": _QWEN3_MOE
+        | {
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [],
+            "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+        },
+    },
 }
 
 
@@ -125,7 +211,7 @@ def tiny_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, np.ndarr
         values = np.random.default_rng([seed, zlib.crc32(name.encode())]).standard_normal(shape)
         if place.role != "vector":
             values *= 0.15
-        elif name.endswith("norm.weight"):
+        elif re.search(r"norm(_\d)?\.weight$|scale$|scalar$", name):
             values = 1 + 0.2 * values
         else:
             values *= 0.3
@@ -153,9 +239,16 @@ def tiny_checkpoint(
     path.mkdir(parents=True, exist_ok=True)
     arrays = {name: mx.array(a).astype(getattr(mx, dtype)) for name, a in tiny_weights(config, seed).items()}
     mx.save_safetensors(str(path / "model.safetensors"), arrays, {"format": "pt"})
+    for name, data in tokenizer_files({**config, "torch_dtype": dtype}).items():
+        (path / name).write_bytes(data)
+    return path
+
+
+def tokenizer_files(config: Mapping[str, Any]) -> dict[str, bytes]:
+    """The files of a byte-level BPE tokenizer with a ChatML template; config.json too, with its end token."""
     eos = _SPECIAL.index("<|im_end|>")
     files = {
-        "config.json": {**config, "torch_dtype": dtype, "eos_token_id": eos},
+        "config.json": {**config, "eos_token_id": eos},
         "generation_config.json": {"eos_token_id": [eos, _SPECIAL.index("<|endoftext|>")]},
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -165,11 +258,11 @@ def tiny_checkpoint(
             "clean_up_tokenization_spaces": False,
         },
     }
-    for name, content in files.items():
-        (path / name).write_text(json.dumps(content, indent=2))
-    (path / "tokenizer.json").write_text(_tokenizer().to_str(pretty=True))
-    (path / "chat_template.jinja").write_text(_CHATML)
-    return path
+    return {
+        **{name: json.dumps(content, indent=2).encode() for name, content in files.items()},
+        "tokenizer.json": _tokenizer().to_str(pretty=True).encode(),
+        "chat_template.jinja": _CHATML.encode(),
+    }
 
 
 def make_tiny_install(

@@ -1,4 +1,4 @@
-"""Llama 2/3.x, Mistral, Qwen2/2.5 and Qwen3: one decoder with switches."""
+"""Llama 2/3.x, Mistral, Mixtral, Qwen2/2.5, Qwen3 and Qwen3-MoE: one decoder with switches."""
 
 from importlib import import_module
 
@@ -10,7 +10,7 @@ class _LlamaFamily:
 
     name = "llama"
     model_types = tuple(config.MODEL_TYPES)
-    manifest_families = ("llama", "qwen2", "qwen3")
+    manifest_families = ("llama", "qwen2", "qwen3", "qwen3moe")
     gguf_architectures = ("llama", "qwen2", "qwen3")
 
     config_from_hf = staticmethod(config.config_from_hf)
@@ -18,6 +18,7 @@ class _LlamaFamily:
     hf_config_from_gguf = staticmethod(gguf.hf_config_from_gguf)
     place = staticmethod(weights.place)
     expected = staticmethod(weights.expected)
+    experts = staticmethod(weights.experts)
     gguf_name = staticmethod(gguf.gguf_name)
     gguf_rows = staticmethod(gguf.gguf_rows)
 

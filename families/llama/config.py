@@ -1,11 +1,14 @@
-"""The llama family's configuration: Llama 2/3.x, Mistral, Qwen2/2.5 and Qwen3 as one decoder with switches.
+"""The llama family's configuration: Llama 2/3.x, Mistral, Mixtral, Qwen2/2.5, Qwen3 and Qwen3-MoE as one decoder with
+switches.
 
 Where published code disagrees about a field, transformers' reading is taken, because checkpoints are published for it:
 
 - Mistral: ``sliding_window`` without ``layer_types`` windows every layer, and an absent ``sliding_window`` means 4096.
   (With ``layer_types``, which transformers' Mistral disregards, those decide, as in every other model that has them.)
 - Qwen: windows only with ``use_sliding_window``, and only from layer ``max_window_layers`` on.
-- An absent ``head_dim`` is ``hidden_size / num_attention_heads``; an absent ``rope_theta`` is 10000.
+- Mixtral and Qwen3-MoE: a window holds for every layer; Qwen3-MoE has one only with ``use_sliding_window``.
+- Qwen3-MoE: an absent ``norm_topk_prob`` is false, though every published model says true.
+- An absent ``head_dim`` is ``hidden_size / num_attention_heads``; an absent ``rope_theta`` is 10000, or Mixtral's 1e6.
 
 Fields of config.json fall in three groups. Those read below are understood. Those of ``_HARMLESS_VALUES`` change the
 model unless they hold one of the listed values, and are refused otherwise. All others (token ids, dropout,
@@ -22,12 +25,22 @@ from typing import Any
 
 from turbospark_mlx.errors import ConvertError, InstallError
 from turbospark_mlx.families.fields import MOST_LAYERS, Fields
-from turbospark_mlx.families.rope import RopeScaling, parse_rope, scaling_from_dict, scaling_to_dict
+from turbospark_mlx.families.rope import DEFAULT_THETA, RopeScaling, parse_rope, scaling_from_dict, scaling_to_dict
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
-MODEL_TYPES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+MODEL_TYPES = {
+    "llama": "llama",
+    "mistral": "llama",
+    "mixtral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
+}
 """config.json's ``model_type`` -> the manifest's ``arch.family``."""
+_ROUTED = ("mixtral", "qwen3_moe")
+"""Those of ``MODEL_TYPES`` that have routed experts."""
+_DEFAULT_THETAS = {"mixtral": 1e6}
 
 _HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
@@ -65,13 +78,19 @@ _HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "use_bidirectional_attention": (False,),
     "is_causal": (True,),
-    "num_experts": (0,),
-    "num_local_experts": (0,),
     "n_routed_experts": (0,),
     "moe_num_experts": (0,),
+    "n_shared_experts": (0,),
+    "num_shared_experts": (0,),
+    "shared_expert_intermediate_size": (0,),
+    "scoring_func": ("softmax",),
+    "routed_scaling_factor": (1,),
+    "n_group": (1,),
 }
+_DENSE_ONLY = ("num_experts", "num_local_experts")
 
 _EXTENSION_KEYS = {"rms_norm_eps", "rope_scaling", "attention_bias", "attention_output_bias", "mlp_bias", "qk_norm"}
+_ROUTED_EXTENSION_KEYS = {"norm_topk_prob", "dense_layers"}
 
 _UNKNOWN_CONTEXT = 4096
 """What the elder engines take for an install that does not state its trained length."""
@@ -83,6 +102,9 @@ class LlamaConfig:
 
     ``model_type`` is the manifest's family string. ``attention_bias`` is about q, k and v; ``attention_output_bias``
     about o. ``sliding_window`` counts the query's own token and is None exactly when no layer slides.
+    ``num_experts`` is 0 in dense models; otherwise every layer but ``dense_layers`` has experts of
+    ``moe_intermediate_size`` instead of one block of ``intermediate_size``. ``norm_topk_prob`` says whether the weights
+    of the chosen experts are made to add up to 1.
     ``tie_word_embeddings`` is None where config.json does not say: then the tensors decide, and whoever sees them
     replaces it (``dataclasses.replace``) before asking for a manifest or for the expected tensors.
     """
@@ -106,6 +128,15 @@ class LlamaConfig:
     mlp_bias: bool
     qk_norm: bool
     tie_word_embeddings: bool | None
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = True
+    dense_layers: tuple[int, ...] = ()
+
+    def routed_layers(self) -> list[int]:
+        """The layers that have routed experts, in order."""
+        return [n for n in range(self.num_hidden_layers) if n not in self.dense_layers] if self.num_experts else []
 
     def slides(self, layer: int) -> bool:
         """Whether this layer sees only the last ``sliding_window`` tokens."""
@@ -127,7 +158,7 @@ class LlamaConfig:
             "family": self.model_type,
             "hiddenSize": self.hidden_size,
             "ffnIntermediate": self.intermediate_size,
-            "moeIntermediateSize": 0,
+            "moeIntermediateSize": self.moe_intermediate_size,
             "numHeads": self.num_attention_heads,
             "numKVHeads": self.num_key_value_heads,
             "numFullKVHeads": self.num_key_value_heads,
@@ -140,8 +171,8 @@ class LlamaConfig:
             "fullRopeTheta": self.rope_theta,
             "partialRotaryFactor": 1.0,
             "numLayers": self.num_hidden_layers,
-            "numExperts": 0,
-            "topKExperts": 0,
+            "numExperts": self.num_experts,
+            "topKExperts": self.num_experts_per_tok,
             "tieWordEmbeddings": self.tie_word_embeddings,
             "attentionKEqV": False,
             "hiddenActivation": "silu",
@@ -158,11 +189,13 @@ class LlamaConfig:
             "mlp_bias": self.mlp_bias,
             "qk_norm": self.qk_norm,
         }
+        if self.num_experts:
+            extension |= {"norm_topk_prob": self.norm_topk_prob, "dense_layers": list(self.dense_layers)}
         return arch, extension
 
     def elder_assumption(self) -> dict[str, Any]:
         """What the elder engines take each extension key for: they decide by family."""
-        return elder_assumption(self.model_type)
+        return elder_assumption(self.model_type, routed=self.num_experts > 0)
 
 
 _BEHAVIOUR_FLAGS = {
@@ -176,15 +209,16 @@ _BEHAVIOUR_FLAGS = {
 """Written in full, because elder readers fall back to another family's answers for absent ones."""
 
 
-def elder_assumption(model_type: str) -> dict[str, Any]:
-    return {
+def elder_assumption(model_type: str, *, routed: bool) -> dict[str, Any]:
+    assumed: dict[str, Any] = {
         "rms_norm_eps": 1e-5 if model_type == "llama" else 1e-6,
         "rope_scaling": None,
         "attention_bias": model_type == "qwen2",
         "attention_output_bias": False,
         "mlp_bias": False,
-        "qk_norm": model_type == "qwen3",
+        "qk_norm": model_type in ("qwen3", "qwen3moe"),
     }
+    return assumed | {"norm_topk_prob": True, "dense_layers": []} if routed else assumed
 
 
 def config_from_hf(config: Mapping[str, Any]) -> LlamaConfig:
@@ -198,6 +232,9 @@ def config_from_hf(config: Mapping[str, Any]) -> LlamaConfig:
         fields.allow_only(
             key, harmless, "this family does not implement it, and without it the model would be another."
         )
+    if spelling not in _ROUTED:
+        for key in _DENSE_ONLY:
+            fields.allow_only(key, (0,), f"a {spelling} model has no experts.")
     if model_type == "qwen2":
         fields.allow_only("attention_bias", (True,), "Qwen2 has biases on q, k and v.")
 
@@ -210,7 +247,7 @@ def config_from_hf(config: Mapping[str, Any]) -> LlamaConfig:
         )
     head_dim = fields.size("head_dim", hidden // heads)
     longest = fields.size("max_position_embeddings")
-    theta, scaling = parse_rope(fields, head_dim, longest)
+    theta, scaling = parse_rope(fields, head_dim, longest, _DEFAULT_THETAS.get(spelling, DEFAULT_THETA))
     layer_types, window = _windows(fields, spelling, layers)
     attention_bias = fields.flag("attention_bias", False)
     return _checked(
@@ -233,10 +270,33 @@ def config_from_hf(config: Mapping[str, Any]) -> LlamaConfig:
             attention_bias=attention_bias or model_type == "qwen2",
             attention_output_bias=attention_bias and model_type != "qwen2",
             mlp_bias=fields.flag("mlp_bias", False),
-            qk_norm=model_type == "qwen3",
+            qk_norm=model_type in ("qwen3", "qwen3moe"),
             tie_word_embeddings=fields.flag("tie_word_embeddings", None),
+            **(_experts(fields, spelling, layers) if spelling in _ROUTED else {}),
         ),
     )
+
+
+def _experts(fields: Fields, spelling: str, layers: int) -> dict[str, Any]:
+    """What config.json says of routed experts, in the published spelling and in that of transformers 5."""
+    counts = {fields.size(key) for key in _DENSE_ONLY if fields.has(key)}
+    if len(counts) != 1:
+        found = f"given as {' and as '.join(map(str, sorted(counts)))}" if counts else "missing"
+        raise fields.error(f"{fields.where}: the number of experts is {found} ({' or '.join(_DENSE_ONLY)}).")
+    made = {"num_experts": counts.pop(), "num_experts_per_tok": fields.size("num_experts_per_tok")}
+    if spelling == "mixtral":
+        return {**made, "moe_intermediate_size": fields.size("intermediate_size")}
+    named = Fields(
+        {str(i): n for i, n in enumerate(fields.items("mlp_only_layers", ()))}, "mlp_only_layers", fields.error
+    )
+    dense = {named.size(key, least=0, most=layers - 1) for key in named.values}
+    step = fields.size("decoder_sparse_step", 1)
+    return {
+        **made,
+        "moe_intermediate_size": fields.size("moe_intermediate_size"),
+        "norm_topk_prob": fields.flag("norm_topk_prob", False),
+        "dense_layers": tuple(n for n in range(layers) if n in dense or (n + 1) % step),
+    }
 
 
 def _windows(fields: Fields, spelling: str, layers: int) -> tuple[tuple[str, ...], int | None]:
@@ -247,7 +307,7 @@ def _windows(fields: Fields, spelling: str, layers: int) -> tuple[tuple[str, ...
     types = fields.items("layer_types", None)
     if types is None:
         first = layers
-        if spelling == "mistral":
+        if spelling in ("mistral", "mixtral") or (spelling == "qwen3_moe" and fields.flag("use_sliding_window", False)):
             first = 0
         elif spelling in ("qwen2", "qwen3") and fields.flag("use_sliding_window", False):
             first = fields.size("max_window_layers", 28, least=0)
@@ -271,8 +331,12 @@ def config_from_manifest(arch: Mapping[str, Any], extension: Mapping[str, Any]) 
     model_type = fields.text("family")
     if model_type not in MODEL_TYPES.values():
         raise fields.refuse("family", f"this family runs {', '.join(sorted(set(MODEL_TYPES.values())))}.")
-    more = Fields(extension or elder_assumption(model_type), "manifest.json: extension", InstallError)
-    more.exactly(_EXTENSION_KEYS)
+    experts = fields.size("numExperts", least=0)
+    if bool(experts) != (model_type == "qwen3moe") and model_type != "llama":
+        raise fields.refuse("numExperts", f"a {model_type} model has {'some' if model_type == 'qwen3moe' else 'none'}.")
+    assumed = elder_assumption(model_type, routed=experts > 0)
+    more = Fields(extension or assumed, "manifest.json: extension", InstallError)
+    more.exactly(_EXTENSION_KEYS | _ROUTED_EXTENSION_KEYS if experts else _EXTENSION_KEYS)
 
     head_dim = fields.size("headDim")
     kv_heads = fields.size("numKVHeads")
@@ -290,11 +354,13 @@ def config_from_manifest(arch: Mapping[str, Any], extension: Mapping[str, Any]) 
         "numFullKVHeads": (kv_heads,),
         "fullHeadDim": (head_dim,),
         "fullRopeTheta": (theta,),
-        "numExperts": (0,),
-        "topKExperts": (0,),
+        "numDenseLeadingLayers": (0,),
+        "routerScoringFunc": ("softmax",),
+        "routedScalingFactor": (1,),
+        **({} if experts else {"topKExperts": (0,), "moeIntermediateSize": (0,)}),
     }
     for key, harmless in fixed.items():
-        fields.allow_only(key, harmless, f"a dense {model_type} model has {harmless[0]!r}.")
+        fields.allow_only(key, harmless, f"a {model_type} model has {harmless[0]!r}.")
     if not math.isclose(fields.number("attentionScale", head_dim**-0.5), head_dim**-0.5, rel_tol=1e-6):
         raise fields.refuse("attentionScale", f"for heads of {head_dim} it is {head_dim**-0.5!r}.")
     return _checked(
@@ -319,8 +385,19 @@ def config_from_manifest(arch: Mapping[str, Any], extension: Mapping[str, Any]) 
             mlp_bias=more.flag("mlp_bias"),
             qk_norm=more.flag("qk_norm"),
             tie_word_embeddings=fields.flag("tieWordEmbeddings"),
+            **(_experts_of_manifest(fields, more, experts) if experts else {}),
         ),
     )
+
+
+def _experts_of_manifest(fields: Fields, more: Fields, experts: int) -> dict[str, Any]:
+    return {
+        "num_experts": experts,
+        "num_experts_per_tok": fields.size("topKExperts"),
+        "moe_intermediate_size": fields.size("moeIntermediateSize"),
+        "norm_topk_prob": more.flag("norm_topk_prob"),
+        "dense_layers": more.items("dense_layers"),
+    }
 
 
 def _checked(fields: Fields, config: LlamaConfig) -> LlamaConfig:
@@ -338,4 +415,13 @@ def _checked(fields: Fields, config: LlamaConfig) -> LlamaConfig:
         raise fields.error(
             f"{fields.where}: {len(config.layer_types)} layer kinds are given for {config.num_hidden_layers} layers."
         )
+    if config.num_experts_per_tok > config.num_experts:
+        raise fields.error(
+            f"{fields.where}: {config.num_experts_per_tok} experts a token are asked for, and a layer has"
+            f" {config.num_experts}."
+        )
+    if any(type(n) is not int or not 0 <= n < config.num_hidden_layers for n in config.dense_layers):
+        raise fields.error(f"{fields.where}: dense_layers is {list(config.dense_layers)}; layer numbers are needed.")
+    if config.num_experts and not config.routed_layers():
+        raise fields.error(f"{fields.where}: {config.num_experts} experts are declared, and no layer has any.")
     return config

@@ -1,4 +1,4 @@
-"""The llama family's decoder: Llama 2/3.x, Mistral, Qwen2/2.5 and Qwen3 in one, by switches of the configuration.
+"""The llama family's decoder: Llama 2/3.x, Mistral, Mixtral, Qwen2/2.5, Qwen3 and Qwen3-MoE in one, by switches.
 
 Shapes: B sequences, L tokens, H query heads, KV key/value heads, D dimensions a head. Qwen2 adds biases to q, k and v
 before the rotation; Qwen3 normalises every head of q and k before it.
@@ -16,8 +16,10 @@ from turbospark_mlx.cache import LinearKV, RingKV
 from turbospark_mlx.custom_kernels import append_attention, appends, backends, qkv_epilogue
 from turbospark_mlx.families.layers import Builder, Format, Module, Positions, RMSNorm, RoPE, project
 from turbospark_mlx.families.llama.config import LlamaConfig
-from turbospark_mlx.families.llama.weights import expected
+from turbospark_mlx.families.llama.weights import expected, experts
+from turbospark_mlx.families.moe import SparseMoe
 from turbospark_mlx.families.rope import attention_factor, frequencies, longest_context
+from turbospark_mlx.protocols import ExpertFactory
 
 
 class Attention(Module):
@@ -102,13 +104,23 @@ class FeedForward(Module):
         return project(self.down_proj, gate * mx.sigmoid(gate) * up, residual=residual)
 
 
+def feed_forward(config: LlamaConfig, number: int, build: Builder) -> FeedForward | SparseMoe:
+    """The block of layer ``number``: routed experts where it has any."""
+    path = f"model.layers.{number}.mlp"
+    spec = experts(config).get(f"{path}.switch_mlp")
+    if spec is None:
+        return FeedForward(config, path, build)
+    position = config.routed_layers().index(number)
+    return SparseMoe(path, position, spec, normalize=config.norm_topk_prob, build=build)
+
+
 class DecoderLayer(Module):
     def __init__(self, config: LlamaConfig, number: int, rope: RoPE, build: Builder):
         super().__init__()
         path = f"model.layers.{number}"
         self.window = config.sliding_window if config.slides(number) else None
         self.self_attn = Attention(config, f"{path}.self_attn", self.window, rope, build)
-        self.mlp = FeedForward(config, f"{path}.mlp", build)
+        self.mlp = feed_forward(config, number, build)
         for name in ("input_layernorm", "post_attention_layernorm"):
             setattr(self, name, build.norm(f"{path}.{name}", config.hidden_size, config.rms_norm_eps))
 
@@ -144,18 +156,21 @@ class Model(Module):
         dtype: mx.Dtype = mx.float32,
         fused: bool = True,
         max_context: int | None = None,
+        experts: ExpertFactory | None = None,
     ):
         """Zeroed parameters, to be loaded.
 
         ``formats`` says how each tensor is stored (see ``layers.Builder``), ``dtype`` is that of activations.
         ``fused=False`` makes plain ``mlx.nn`` modules. ``max_context`` is the longest context to expect, by which
-        LongRoPE chooses its frequencies; None means the trained one.
+        LongRoPE chooses its frequencies; None means the trained one. ``experts`` makes the routed experts of each
+        layer; None makes them parameters.
         """
         super().__init__()
         self.args, self.model_type, self.dtype, self.fused = config, config.model_type, dtype, fused
+        self.experts = experts
         self.parameter_count = sum(map(prod, expected(config).values()))
         self.backend = backend or backends.select()
-        build = Builder(self.backend, dtype, formats or {}, fused)
+        build = Builder(self.backend, dtype, formats or {}, fused, experts)
         length = max_context or config.max_position_embeddings
         self.longest_context = longest_context(config.rope_scaling, length)
         rope = RoPE(frequencies(config.head_dim, config.rope_theta, config.rope_scaling, length))

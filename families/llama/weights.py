@@ -6,7 +6,9 @@ Three spellings of one name, for example
     language_model.model.layers.3.self_attn.q_proj.weight   install
     blk.3.attn_q.weight                                     GGUF (see gguf.py)
 
-``post_attention_layernorm`` is the norm before the feed-forward block here.
+``post_attention_layernorm`` is the norm before the feed-forward block here. Mixtral's ``block_sparse_moe`` is ``mlp``
+everywhere but in its published and mlx checkpoints. Routed experts are at ``mlp.switch_mlp`` as stacks, below
+``mlp.experts`` one by one or with gate and up joined (see ``families.routed``).
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ import re
 from collections.abc import Iterator, Mapping
 
 from turbospark_mlx.errors import ConvertError
+from turbospark_mlx.families import routed
 from turbospark_mlx.families.llama.config import LlamaConfig
-from turbospark_mlx.protocols import Dropped, Placement, Role
+from turbospark_mlx.protocols import Dropped, ExpertSpec, Placement, Role
 
 PREFIX = "language_model."
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -24,8 +27,16 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _ROLES: dict[str, Role] = {"self_attn": "attention", "mlp": "shared_expert"}
 
 
-def _layer_shapes(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """``(name, shape)`` of every tensor of one layer; all layers are alike."""
+def experts(config: LlamaConfig) -> Mapping[str, ExpertSpec]:
+    """See ``protocols.Family.experts``."""
+    spec = ExpertSpec(
+        config.num_experts, config.num_experts_per_tok, config.hidden_size, config.moe_intermediate_size, "silu"
+    )
+    return {f"model.layers.{number}.mlp.switch_mlp": spec for number in config.routed_layers()}
+
+
+def _layer_shapes(config: LlamaConfig, number: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """``(name, shape)`` of every tensor of one layer but those of routed experts."""
     hidden, wide = config.hidden_size, config.intermediate_size
     queries, keys = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
     matrices = (
@@ -33,10 +44,15 @@ def _layer_shapes(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
         ("self_attn.k_proj", keys, hidden, config.attention_bias),
         ("self_attn.v_proj", keys, hidden, config.attention_bias),
         ("self_attn.o_proj", hidden, queries, config.attention_output_bias),
-        ("mlp.gate_proj", wide, hidden, config.mlp_bias),
-        ("mlp.up_proj", wide, hidden, config.mlp_bias),
-        ("mlp.down_proj", hidden, wide, config.mlp_bias),
     )
+    if config.num_experts and number not in config.dense_layers:
+        matrices += (("mlp.gate", config.num_experts, hidden, False),)
+    else:
+        matrices += (
+            ("mlp.gate_proj", wide, hidden, config.mlp_bias),
+            ("mlp.up_proj", wide, hidden, config.mlp_bias),
+            ("mlp.down_proj", hidden, wide, config.mlp_bias),
+        )
     for name, rows, columns, bias in matrices:
         yield f"{name}.weight", (rows, columns)
         if bias:
@@ -51,10 +67,10 @@ def _layer_shapes(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
 def _checkpoint_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     if config.tie_word_embeddings is None:
         raise ConvertError("tie_word_embeddings is not decided: config.json is silent and the tensors were not seen.")
-    layer = dict(_layer_shapes(config))
-    shapes = {_EMBEDDING: (config.vocab_size, config.hidden_size)}
+    shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (config.vocab_size, config.hidden_size)}
     for number in range(config.num_hidden_layers):
-        shapes |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items()}
+        shapes |= {f"model.layers.{number}.{name}": shape for name, shape in _layer_shapes(config, number)}
+    shapes |= routed.shapes(experts(config))
     shapes["model.norm.weight"] = (config.hidden_size,)
     if not config.tie_word_embeddings:
         shapes[_HEAD] = (config.vocab_size, config.hidden_size)
@@ -89,12 +105,22 @@ def place(checkpoint_name: str, config: LlamaConfig) -> Placement | Dropped:
             f"checkpoint: tensor {checkpoint_name!r} is of layer {found[1]}; the configuration has"
             f" {config.num_hidden_layers} layers."
         )
-    shapes = dict(_layer_shapes(config))
+    suffix = suffix.replace("block_sparse_moe.", "mlp.", 1)
+    name = f"model.layers.{number}.{suffix}"
+    base = f"model.layers.{number}.mlp"
+    if spec := experts(config).get(f"{base}.switch_mlp"):
+        position = config.routed_layers().index(number)
+        if part := routed.part_of(f"{base}.switch_mlp", f"{base}.experts", name, position, spec):
+            return routed.placement(PREFIX, part)
+    shapes = dict(_layer_shapes(config, number))
     if suffix not in shapes:
         raise ConvertError(
             f"checkpoint: tensor {checkpoint_name!r} has no place in a {config.model_type} model with attention_bias"
-            f" {config.attention_bias}, mlp_bias {config.mlp_bias} and qk_norm {config.qk_norm}. Leaving it out would"
-            " make another model; check config.json."
+            f" {config.attention_bias}, mlp_bias {config.mlp_bias}, qk_norm {config.qk_norm} and"
+            f" {config.num_experts} experts a layer. Leaving it out would make another model; check config.json."
         )
-    role = _ROLES[suffix.split(".")[0]] if len(shapes[suffix]) == 2 else "vector"
+    if len(shapes[suffix]) != 2:
+        role = "vector"
+    else:
+        role = "router" if suffix == "mlp.gate.weight" else _ROLES[suffix.split(".")[0]]
     return Placement(PREFIX + name, role, name)

@@ -48,13 +48,13 @@ def peak_mb(source, dest, bits):
     return int(done.stdout) / 1e6
 
 
-def write_large(directory):
-    """A checkpoint of 620 MB, written a piece at a time: this process is not to need the memory either."""
+def write_large(directory, config, named):
+    """A checkpoint of several 100 MB, written a piece at a time: this process is not to need the memory either."""
     directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(CONFIG))
+    (directory / "config.json").write_text(json.dumps(config))
     (directory / "tokenizer.json").write_bytes(TOKENIZER)
     header, at = {}, 0
-    for name, shape in shapes(CONFIG).items():
+    for name, shape in named.items():
         size = 2 * int(np.prod(shape))
         header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [at, at + size]}
         at += size
@@ -69,7 +69,29 @@ def write_large(directory):
 @pytest.mark.slow
 @pytest.mark.parametrize("bits", [0, 16])
 def test_a_large_checkpoint(tmp_path, bits):
-    write_large(tmp_path / "source")
+    write_large(tmp_path / "source", CONFIG, shapes(CONFIG))
+    assert peak_mb(tmp_path / "source", tmp_path / "out.gturbo", bits) < LIMIT_MB
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [0, 16])
+def test_large_stacks_of_experts(tmp_path, bits):
+    """400 MB in two tensors, gate and up joined."""
+    config = CONFIG | {
+        "model_type": "mixtral",
+        "vocab_size": 64,
+        "intermediate_size": 2048,
+        "num_local_experts": 16,
+        "num_experts_per_tok": 2,
+    }
+    named = {name: shape for name, shape in shapes(config).items() if ".mlp." not in name}
+    named |= {
+        "model.layers.0.mlp.gate.weight": (16, 2048),
+        "model.layers.0.mlp.experts.gate_up_proj": (16, 4096, 2048),
+        "model.layers.0.mlp.experts.down_proj": (16, 2048, 2048),
+    }
+    write_large(tmp_path / "source", config, named)
+    assert (tmp_path / "source" / "model.safetensors").stat().st_size > 400e6
     assert peak_mb(tmp_path / "source", tmp_path / "out.gturbo", bits) < LIMIT_MB
 
 

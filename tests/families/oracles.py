@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from tests.families import reference_llama
+from tests.families import reference_gemma4, reference_llama
 
 PROMPT = np.random.default_rng(11).integers(0, 320, 65).tolist()
 
@@ -17,17 +17,24 @@ PROMPT = np.random.default_rng(11).integers(0, 320, 65).tolist()
 @dataclass(frozen=True)
 class Oracle:
     """``reference(config, weights, ids)`` gives float64 logits. ``mlx_lm`` maps the variants that mlx-lm computes
-    rightly to its module. ``model_types`` are the config.json spellings that the family must run."""
+    rightly to its module. ``cancelled(config)`` names the parameters that an exact forward pass does not depend on."""
 
     reference: Callable
     mlx_lm: dict[str, str]
+    cancelled: Callable = lambda config: frozenset()
 
 
 FAMILIES = {
+    "gemma4": Oracle(
+        reference=reference_gemma4.logits,
+        mlx_lm=dict.fromkeys(("gemma4-moe", "gemma4-dense", "gemma4-small", "gemma4-untied"), "gemma4_text"),
+        # The final norm divides the last layer's scalar out again.
+        cancelled=lambda config: {f"model.layers.{config['text_config']['num_hidden_layers'] - 1}.layer_scalar"},
+    ),
     "llama": Oracle(
         reference=reference_llama.logits,
         # Not here: mlx-lm runs Mistral without layer_types and Qwen2 unwindowed, has no biases in Qwen3, ignores YaRN's
-        # attention_factor and truncate.
+        # attention_factor and truncate, has no window in Mixtral and no scaling in Qwen3-MoE.
         mlx_lm={
             **{
                 f"llama{suffix}": "llama"
@@ -39,14 +46,19 @@ FAMILIES = {
             "mistral-mixed": "llama",
             "qwen2": "qwen2",
             "qwen3": "qwen3",
+            "mixtral": "mixtral",
+            "qwen3-moe": "qwen3_moe",
         },
-    )
+    ),
 }
 
 
 def mlx_lm_model(module: str, config: dict, weights: dict):
     """mlx-lm's model of ``config`` with ``weights`` (numpy, by checkpoint name)."""
+    if module == "mixtral":
+        weights = {name.replace(".mlp.", ".block_sparse_moe."): array for name, array in weights.items()}
     module = importlib.import_module(f"mlx_lm.models.{module}")
+    config = config.get("text_config", config)
     model = module.Model(module.ModelArgs.from_dict(config))
     model.load_weights([(name, mx.array(a)) for name, a in weights.items()])
     return model

@@ -72,8 +72,10 @@ def window_of(config: dict, layer: int) -> int | None:
     window = config.get("sliding_window")
     if config.get("layer_types"):
         return window if config["layer_types"][layer] == "sliding_attention" else None
-    if config["model_type"] == "mistral":
+    if config["model_type"] in ("mistral", "mixtral"):
         return window
+    if config["model_type"] == "qwen3_moe":
+        return window if config.get("use_sliding_window") else None
     if config.get("use_sliding_window") and layer >= config["max_window_layers"]:
         return window
     return None
@@ -81,6 +83,32 @@ def window_of(config: dict, layer: int) -> int | None:
 
 def rms(x, weight, eps):
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
+
+
+def is_routed(config: dict, layer: int) -> bool:
+    if config["model_type"] == "qwen3_moe":
+        return (
+            layer not in config.get("mlp_only_layers", []) and (layer + 1) % config.get("decoder_sparse_step", 1) == 0
+        )
+    return config["model_type"] == "mixtral"
+
+
+def mixture(config: dict, w: dict, path: str, h: np.ndarray) -> np.ndarray:
+    """A token at a time, an expert at a time."""
+    top_k = config["num_experts_per_tok"]
+    out = np.zeros_like(h)
+    for row, token in enumerate(h):
+        scores = w[f"{path}.gate.weight"] @ token
+        chosen = sorted(range(len(scores)), key=lambda expert: (-scores[expert], expert))[:top_k]
+        chances = np.exp(scores - scores.max())
+        chances /= chances.sum()
+        if config["model_type"] == "mixtral" or config.get("norm_topk_prob", False):
+            chances /= sum(chances[expert] for expert in chosen)
+        for expert in chosen:
+            gate, up, down = (w[f"{path}.switch_mlp.{name}_proj.weight"][expert] for name in ("gate", "up", "down"))
+            z = gate @ token
+            out[row] += chances[expert] * (down @ (z / (1 + np.exp(-z)) * (up @ token)))
+    return out
 
 
 def logits(config: dict, weights: dict, ids) -> np.ndarray:
@@ -110,7 +138,7 @@ def logits(config: dict, weights: dict, ids) -> np.ndarray:
         q = split(h, f"{path}.self_attn.q_proj", heads)
         k = split(h, f"{path}.self_attn.k_proj", kv_heads)
         v = split(h, f"{path}.self_attn.v_proj", kv_heads)
-        if config["model_type"] == "qwen3":
+        if config["model_type"] in ("qwen3", "qwen3_moe"):
             q = rms(q, w[f"{path}.self_attn.q_norm.weight"], eps)
             k = rms(k, w[f"{path}.self_attn.k_norm.weight"], eps)
         q, k = rotate(q), rotate(k)
@@ -125,6 +153,9 @@ def logits(config: dict, weights: dict, ids) -> np.ndarray:
         scores /= scores.sum(-1, keepdims=True)
         x = x + linear((scores @ v).transpose(1, 0, 2).reshape(len(ids), -1), f"{path}.self_attn.o_proj")
         h = rms(x, w[f"{path}.post_attention_layernorm.weight"], eps)
+        if is_routed(config, layer):
+            x = x + mixture(config, w, f"{path}.mlp", h)
+            continue
         gate = linear(h, f"{path}.mlp.gate_proj")
         x = x + linear(gate / (1 + np.exp(-gate)) * linear(h, f"{path}.mlp.up_proj"), f"{path}.mlp.down_proj")
     x = rms(x, w["model.norm.weight"], eps)

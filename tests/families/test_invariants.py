@@ -178,11 +178,13 @@ def test_embeddings_can_stand_for_tokens(family, variant):
     """Exact; embeddings in another dtype are brought to the model's."""
     model, tokens = model_of(family, variant), mx.array([PROMPT[:9]])
     embeddings = model.model.embed_tokens(tokens)
-    assert_exact(model(None, input_embeddings=embeddings), model(tokens), variant)
+    # Where ids say more than their embedding, both are given.
+    given = tokens if getattr(model.args, "hidden_size_per_layer_input", 0) else None
+    assert_exact(model(given, input_embeddings=embeddings), model(tokens), variant)
     half = embeddings.astype(mx.float16)
-    rounded = model(None, input_embeddings=half)
+    rounded = model(given, input_embeddings=half)
     assert rounded.dtype == mx.float32
-    assert_exact(rounded, model(None, input_embeddings=half.astype(mx.float32)), variant)
+    assert_exact(rounded, model(given, input_embeddings=half.astype(mx.float32)), variant)
 
 
 @each_variant
@@ -192,7 +194,7 @@ def test_plain_modules_compute_the_same(family, variant):
     assert {n: a.shape for n, a in tree_flatten(plain.parameters())} == {
         n: a.shape for n, a in tree_flatten(fused.parameters())
     }
-    assert isinstance(plain.layers[0].mlp.down_proj, nn.Linear)
+    assert isinstance(plain.layers[0].self_attn.o_proj, nn.Linear)
     assert_close(plain(mx.array([PROMPT]))[0], oracle_logits(family, variant), variant)
 
 
@@ -208,7 +210,8 @@ def test_every_tensor_moves_the_logits_together_and_alone(family, variant):
         memory, kept = np.array(array, copy=False), np.array(array)
         memory[...] = kept * 1.5 + 0.1
         changed = np.array(joint(tokens)[0])
-        assert np.abs(changed - before).max() > 1e-3 * before.std(), f"{variant}: {name} is not used"
+        if name not in FAMILIES[family].cancelled(tiny_config(family, variant)):
+            assert np.abs(changed - before).max() > 1e-3 * before.std(), f"{variant}: {name} is not used"
         replaced = mx.array(kept * 1.5 + 0.1)
         memory[...] = kept
         joint.update(tree_unflatten([(name, replaced)]))

@@ -273,11 +273,12 @@ class TestFields:
     @pytest.mark.parametrize(
         ("fields", "message"),
         [
-            ({"model_type": "mixtral"}, "model_type is 'mixtral'; this family runs llama, mistral, qwen2, qwen3"),
+            ({"model_type": "mamba"}, "model_type is 'mamba'; this family runs llama, mistral, mixtral, qwen2, qwen3"),
             ({"model_type": None}, "model_type is missing"),
             ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-            ({"num_local_experts": 8}, "num_local_experts is 8"),
-            ({"num_experts": 4}, "num_experts is 4"),
+            ({"num_local_experts": 8}, "num_local_experts is 8; a llama model has no experts"),
+            ({"num_experts": 4}, "num_experts is 4; a llama model has no experts"),
+            ({"n_shared_experts": 1}, "n_shared_experts is 1"),
             ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
             ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
             ({"embedding_multiplier": 12.0}, "embedding_multiplier is 12.0"),
@@ -341,7 +342,7 @@ class TestManifest:
         assert assumed == (
             variant
             in {"llama", "llama-tied", "llama-one-head", "llama-three-heads"}
-            | {"mistral", "mistral-mixed", "qwen2", "qwen2-windows", "qwen3"}
+            | {"mistral", "mistral-mixed", "qwen2", "qwen2-windows", "qwen3", "mixtral", "mixtral-windows"}
         )
 
     @pytest.mark.parametrize(
@@ -360,8 +361,10 @@ class TestManifest:
     @pytest.mark.parametrize(
         ("fields", "message"),
         [
-            ({"family": "qwen3moe"}, "family is 'qwen3moe'"),
-            ({"numExperts": 8}, "numExperts is 8; a dense llama model has 0"),
+            ({"family": "gptOss"}, "family is 'gptOss'"),
+            ({"family": "qwen3moe"}, "numExperts is 0; a qwen3moe model has some"),
+            ({"family": "qwen3", "numExperts": 8}, "numExperts is 8; a qwen3 model has none"),
+            ({"topKExperts": 2}, "topKExperts is 2; a llama model has 0"),
             ({"attnOutputGate": True}, "attnOutputGate is True"),
             ({"ropeNeoxSubdim": True}, "ropeNeoxSubdim is True"),
             ({"attentionScale": 1.0}, r"attentionScale is 1\.0; for heads of 16 it is 0\.25"),
@@ -398,6 +401,59 @@ class TestManifest:
             FAMILY.config_from_manifest(arch, extension | {"rms_norm_eps": "1e-5"})
         with pytest.raises(InstallError, match="rope type 'dynamic'"):
             FAMILY.config_from_manifest(arch, extension | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}})
+
+
+class TestExperts:
+    def test_mixtral(self):
+        config = parse("mixtral")
+        assert (config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size) == (4, 2, 128)
+        assert (config.routed_layers(), config.norm_topk_prob) == ([0, 1], True)
+        assert parse("mixtral", without=["num_local_experts"], num_experts=4) == config
+        assert parse("mixtral", without=["rope_theta"]).rope_theta == 1e6
+        assert parse("mixtral").sliding_window is None
+
+    def test_qwen3_moe(self):
+        config = parse("qwen3-moe")
+        assert (config.moe_intermediate_size, config.intermediate_size) == (64, 128)
+        assert (config.dense_layers, config.routed_layers()) == ((1,), [0, 2])
+        assert parse("qwen3-moe", without=["num_experts"], num_local_experts=8) == config
+        assert parse("qwen3-moe", num_local_experts=8) == config
+        assert parse("qwen3-moe", without=["norm_topk_prob"]).norm_topk_prob is False
+        assert parse("qwen3-moe", mlp_only_layers=None, decoder_sparse_step=None).dense_layers == ()
+        assert parse("qwen3-moe", mlp_only_layers=[0], decoder_sparse_step=2).dense_layers == (0, 2)
+        assert parse("qwen3-moe", sliding_window=8, max_window_layers=2).sliding_window is None
+        windows = parse("qwen3-moe", sliding_window=8, max_window_layers=2, use_sliding_window=True)
+        assert [windows.slides(layer) for layer in range(3)] == [True] * 3
+
+    @pytest.mark.parametrize(
+        ("variant", "fields", "message"),
+        [
+            ("mixtral", {"num_local_experts": None}, r"the number of experts is missing \(num_experts or"),
+            ("mixtral", {"num_experts": 8}, "the number of experts is given as 4 and as 8"),
+            ("mixtral", {"num_experts_per_tok": 5}, "5 experts a token are asked for, and a layer has 4"),
+            ("mixtral", {"num_experts_per_tok": None}, "num_experts_per_tok is missing"),
+            ("qwen3-moe", {"mlp_only_layers": [3]}, "mlp_only_layers: 0 is 3; expected a whole number from 0 to 2"),
+            ("qwen3-moe", {"mlp_only_layers": [0, 1, 2]}, "8 experts are declared, and no layer has any"),
+            ("qwen3-moe", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+            ("qwen3-moe", {"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size is 64"),
+            ("qwen3-moe", {"scoring_func": "sigmoid"}, "scoring_func is 'sigmoid'"),
+        ],
+    )
+    def test_what_is_not_understood_is_refused(self, variant, fields, message):
+        with pytest.raises(ConvertError, match=message):
+            parse(variant, **fields)
+
+    def test_an_elder_install(self):
+        """Weights add up to 1 and every layer has experts; nothing says otherwise there."""
+        arch, _ = parse("qwen3-moe", mlp_only_layers=[]).to_manifest()
+        assert arch["family"] == "qwen3moe"
+        assert FAMILY.config_from_manifest(arch, {}) == parse("qwen3-moe", mlp_only_layers=[])
+        with pytest.raises(InstallError, match="routerScoringFunc is 'sigmoid'"):
+            FAMILY.config_from_manifest(arch | {"routerScoringFunc": "sigmoid"}, {})
+        arch, extension = parse("qwen3-moe").to_manifest()
+        for wrong in (["1"], [True], [3], 1):
+            with pytest.raises(InstallError, match="dense_layers"):
+                FAMILY.config_from_manifest(arch, extension | {"dense_layers": wrong})
 
 
 def test_sizes_of_caches_by_hand():

@@ -1,5 +1,7 @@
 """Names and row orders of the llama family, and what GGUF metadata means."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -7,7 +9,7 @@ from tests.families import reference_llama
 from tests.families.oracles import PROMPT
 from turbospark_mlx.errors import ConvertError
 from turbospark_mlx.families.llama import FAMILY
-from turbospark_mlx.protocols import Dropped, Placement
+from turbospark_mlx.protocols import Dropped, Placement, RoutedPart
 from turbospark_mlx.testing import tiny_config, tiny_weights, variants
 
 
@@ -83,11 +85,61 @@ def test_expected_shapes_are_those_of_the_published_modules(variant):
     assert shapes[f"{layer}self_attn.q_proj.weight"] == (hf["num_attention_heads"] * dim, 64)
     assert shapes[f"{layer}self_attn.v_proj.weight"] == (hf["num_key_value_heads"] * dim, 64)
     assert shapes[f"{layer}self_attn.o_proj.weight"] == (64, hf["num_attention_heads"] * dim)
-    assert shapes[f"{layer}mlp.up_proj.weight"] == (128, 64)
-    assert shapes[f"{layer}mlp.down_proj.weight"] == (64, 128)
-    assert shapes.get(f"{layer}self_attn.k_norm.weight") == ((dim,) if hf["model_type"] == "qwen3" else None)
+    if hf["model_type"] == "mixtral" or variant == "qwen3-moe-sums":
+        count, wide = (4, 128) if hf["model_type"] == "mixtral" else (8, 64)
+        assert shapes[f"{layer}mlp.gate.weight"] == (count, 64)
+        assert shapes[f"{layer}mlp.switch_mlp.up_proj.weight"] == (count, wide, 64)
+        assert shapes[f"{layer}mlp.switch_mlp.down_proj.weight"] == (count, 64, wide)
+        assert f"{layer}mlp.up_proj.weight" not in shapes
+    else:
+        assert shapes[f"{layer}mlp.up_proj.weight"] == (128, 64)
+        assert shapes[f"{layer}mlp.down_proj.weight"] == (64, 128)
+        assert f"{layer}mlp.gate.weight" not in shapes
+    normed = hf["model_type"] in ("qwen3", "qwen3_moe")
+    assert shapes.get(f"{layer}self_attn.k_norm.weight") == ((dim,) if normed else None)
     bias = hf["model_type"] == "qwen2" or hf.get("attention_bias", False)
     assert (f"{layer}self_attn.k_proj.bias" in shapes) == bias
+
+
+STACKS = "language_model.model.layers.2.mlp.switch_mlp."
+
+
+@pytest.mark.parametrize(
+    ("variant", "name", "tensor", "part"),
+    [
+        ("qwen3-moe", "mlp.experts.7.gate_proj.weight", "gate_proj.weight", RoutedPart(1, ("gate",), 7)),
+        ("qwen3-moe", "mlp.experts.0.up_proj.weight", "up_proj.weight", RoutedPart(1, ("up",), 0)),
+        ("qwen3-moe", "mlp.experts.0.down_proj.weight", "down_proj.weight", RoutedPart(1, ("down",), 0)),
+        ("qwen3-moe", "mlp.experts.gate_up_proj", "gate_proj.weight", RoutedPart(1, ("gate", "up"))),
+        ("qwen3-moe", "mlp.experts.down_proj", "down_proj.weight", RoutedPart(1, ("down",))),
+        ("qwen3-moe", "mlp.switch_mlp.up_proj.weight", "up_proj.weight", RoutedPart(1, ("up",))),
+        ("mixtral", "block_sparse_moe.experts.3.w1.weight", "gate_proj.weight", RoutedPart(2, ("gate",), 3)),
+        ("mixtral", "block_sparse_moe.experts.3.w3.weight", "up_proj.weight", RoutedPart(2, ("up",), 3)),
+        ("mixtral", "block_sparse_moe.experts.3.w2.weight", "down_proj.weight", RoutedPart(2, ("down",), 3)),
+        ("mixtral", "block_sparse_moe.switch_mlp.down_proj.weight", "down_proj.weight", RoutedPart(2, ("down",))),
+        ("mixtral", "mlp.experts.gate_up_proj", "gate_proj.weight", RoutedPart(2, ("gate", "up"))),
+    ],
+)
+def test_where_routed_experts_go(variant, name, tensor, part):
+    config = dataclasses.replace(config_of(variant), num_hidden_layers=4, layer_types=("full_attention",) * 4)
+    place = FAMILY.place(f"model.layers.2.{name}", config)
+    assert place == Placement(STACKS + tensor, "routed_expert", STACKS.removeprefix("language_model.") + tensor, part)
+
+
+def test_routers_and_dense_layers_of_sparse_models():
+    mixtral, qwen = config_of("mixtral"), config_of("qwen3-moe")
+    gate = "language_model.model.layers.0.mlp.gate.weight"
+    for name in ("model.layers.0.block_sparse_moe.gate.weight", "model.layers.0.mlp.gate.weight", gate):
+        assert FAMILY.place(name, mixtral) == Placement(gate, "router", gate.removeprefix("language_model."))
+    assert FAMILY.place("model.layers.1.mlp.up_proj.weight", qwen).role == "shared_expert"
+    for name in (
+        *("model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.gate.weight"),
+        *("model.layers.0.mlp.experts.8.up_proj.weight", "model.layers.0.mlp.experts.01.up_proj.weight"),
+        *("model.layers.1.mlp.experts.0.up_proj.weight", "model.layers.0.mlp.switch_mlp.up_proj.bias"),
+        *("model.layers.0.mlp.experts.0.w4.weight", "model.layers.0.mlp.experts.up_proj"),
+    ):
+        with pytest.raises(ConvertError, match="no place"):
+            FAMILY.place(name, qwen)
 
 
 GGUF_NAMES = {

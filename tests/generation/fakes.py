@@ -58,6 +58,9 @@ class ScriptedRunner:
         self.prompt_end = len(self.history)
         return self._logits()
 
+    def likeliest(self):
+        return None
+
     def decode(self, token_id, *, ahead=False):
         self._feed([token_id])
         return self._logits()

@@ -250,6 +250,52 @@ def test_qkv_epilogue(backend, rng, batch, length, heads, kv_heads, head_dim, no
     assert backend.counters == {("qkv_epilogue", "kernel"): 1}
 
 
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("value_norm", [False, True])
+@pytest.mark.parametrize(("kv_heads", "shared_values"), [(2, False), (2, True), (1, True), (0, False)])
+def test_qkv_epilogue_with_values_from_keys_and_without_any(backend, rng, kv_heads, shared_values, value_norm, normed):
+    """Against the plain epilogue of rows that hold the values, already normalized."""
+    heads, size, length = 4, 10, 3
+    qkv = normal(rng, 2, length, (heads + kv_heads * (1 if shared_values else 2)) * size)
+    rotation = mx.array(ck.rotation_table(10000.0 ** (-np.arange(size // 2) / (size // 2)), 7, length))
+    options = {"q_norm": normal(rng, size)} if normed else {}
+    if normed and kv_heads:
+        options["k_norm"] = normal(rng, size)
+    eps = {"eps": 0.3} if normed or value_norm else {}
+    rows = oracle.float64(qkv).reshape(2, length, -1, size)
+    keys = rows[:, :, heads : heads + kv_heads]
+    values = keys if shared_values else rows[:, :, heads + kv_heads :]
+    if value_norm:
+        values = values / np.sqrt((values**2).mean(-1, keepdims=True) + 0.3)
+    plain = np.concatenate([rows[:, :, :heads], keys, values], axis=2).reshape(2, length, -1)
+    wide = {name: oracle.float64(value) for name, value in options.items()}
+    if kv_heads:
+        q, kv = epilogue(plain, oracle.float64(rotation), heads, kv_heads, **wide, eps=0.3)
+    else:
+        padded = np.concatenate([plain, np.ones((2, length, 2 * size))], axis=-1)
+        q, kv = (
+            epilogue(padded, oracle.float64(rotation), heads, 1, **wide, k_norm=wide.get("q_norm"), eps=0.3)[0],
+            None,
+        )
+    options |= {"heads": heads, "kv_heads": kv_heads, "value_norm": value_norm, "shared_values": shared_values, **eps}
+    for found in (
+        ck.qkv_epilogue(qkv, rotation, **options, backend=backend),
+        rotary.qkv_epilogue_reference(qkv, rotation, **options),
+    ):
+        assert oracle.relative_error(found[0], q) < 1e-5
+        assert (found[1] is None) == (kv is None)
+        if kv is not None:
+            assert oracle.relative_error(found[1], kv) < 1e-5
+    if kv_heads:
+        cache = mx.zeros((2, 2, kv_heads, 16, size)) + 1
+        mx.eval(cache)
+        start = mx.array([14], mx.int32)
+        expected_q, expected = rotary.qkv_append_reference(qkv, rotation, cache, start, **options)
+        found = ck.qkv_append(qkv, rotation, cache, start, **options, backend=backend)
+        assert oracle.relative_error(found, expected_q) < 1e-6
+        assert oracle.relative_error(cache, expected) < 1e-6
+
+
 def test_qkv_epilogue_refuses_what_does_not_fit(backend):
     table = mx.zeros((1, 4, 2))
     with pytest.raises(OptionError, match=r"4 \+ 2 \* 2 heads"):
@@ -259,6 +305,10 @@ def test_qkv_epilogue_refuses_what_does_not_fit(backend):
         ck.qkv_epilogue(mx.zeros((1, 1, 64)), table, heads=4, kv_heads=2, **norms, backend=backend)
     with pytest.raises(OptionError, match="belong together"):
         ck.qkv_epilogue(mx.zeros((1, 1, 64)), table, heads=4, kv_heads=2, q_norm=mx.zeros(8), backend=backend)
+    with pytest.raises(OptionError, match="belong together"):
+        ck.qkv_epilogue(mx.zeros((1, 1, 64)), table, heads=4, kv_heads=2, value_norm=True, backend=backend)
+    with pytest.raises(OptionError, match=r"4 \+ 1 \* 2 heads"):
+        ck.qkv_epilogue(mx.zeros((1, 1, 64)), table, heads=4, kv_heads=2, shared_values=True, backend=backend)
 
 
 def test_rows_do_not_depend_on_the_number_of_threads(backend, rng, monkeypatch):

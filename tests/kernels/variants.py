@@ -92,6 +92,24 @@ def epilogue(backend, length, heads, kv_heads, head_dim, dtype, *, normed):
     return call, arrays
 
 
+def value_epilogue(backend, length, heads, kv_heads, head_dim, dtype, *, shared_values):
+    """Values normalized, and taken from the rows of keys or stored; or queries alone."""
+    stored, weights = heads + kv_heads * (1 if shared_values else 2), 2 if kv_heads else 1
+    arrays = [
+        mx.zeros((1, length, stored * head_dim), dtype),
+        mx.zeros((length, head_dim // 2, 2)),
+        *[mx.zeros((head_dim,), dtype)] * weights,
+    ]
+    sizes = {"heads": heads, "kv_heads": kv_heads, "shared_values": shared_values}
+
+    def call(qkv, rotation, q_norm, k_norm=None):
+        options = {"q_norm": q_norm, "k_norm": k_norm, "eps": 1e-6, "value_norm": True}
+        found = ck.qkv_epilogue(qkv, rotation, **sizes, **options, backend=backend)
+        return found if kv_heads else found[0]
+
+    return call, arrays
+
+
 def norms(backend, shape, dtype, weight_dtype):
     """Every norm at one shape, as models call them; the residual stream may be wider than the activations."""
     x, weight, stream = normal(*shape, dtype=dtype), normal(*shape[-1:], dtype=weight_dtype), normal(*shape)
@@ -168,6 +186,9 @@ def variants(backend: Backend) -> Iterator[Call]:
     for dtype in DTYPES:
         yield epilogue(backend, 1, 32, 8, 128, dtype, normed=False)
         yield epilogue(backend, 3, 4, 2, 64, dtype, normed=True)
+        yield value_epilogue(backend, 1, 16, 8, 256, dtype, shared_values=False)
+        yield value_epilogue(backend, 3, 4, 2, 512, dtype, shared_values=True)
+        yield value_epilogue(backend, 2, 8, 0, 64, dtype, shared_values=False)
     for dtype in DTYPES:
         yield attend(backend, 8, 1, 8, 1100, 128, 128, dtype, dtype, sinks=True, mask="causal", window=900)
         yield attend(backend, 8, 2, 1, 30, 128, 128, dtype, mx.float16, sinks=True, window=7)

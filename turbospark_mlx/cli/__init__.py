@@ -15,7 +15,7 @@ from importlib import import_module
 from turbospark_mlx import __version__
 from turbospark_mlx.errors import TurbosparkError, explain_import_error
 
-SUBCOMMANDS = ("generate", "chat", "perplexity", "pull", "list", "rm", "convert", "info", "verify", "kernel")
+SUBCOMMANDS = ("generate", "chat", "perplexity", "bench", "pull", "list", "rm", "convert", "info", "verify", "kernel")
 
 EPILOG = """\
 examples:

@@ -49,7 +49,7 @@ def text(document: dict[str, Any]) -> list[str]:
     lines = table(("op", "kernels", *found), rows, left=2 + len(found))
     lines += ["", "  kernel: ours; mlx: MLX's own operations; blas: numpy's. Where there are two, the first is for:"]
     for row in document["ops"]:
-        limits = [f"up to {row['rows']} rows"] if row["rows"] else []
+        limits = {None: [], 1: ["one row"]}.get(row["rows"], [f"up to {row['rows']} rows"])
         limits += [row["condition"]] if row["condition"] else []
         if limits:
             lines.append(f"    {row['op']:20} {', '.join(limits)}")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 KERNELS = ("auto", "metal", "cuda", "host", "reference")
 DTYPES = ("bfloat16", "float16", "float32")
 VERIFY = ("off", "auto", "full")
+RESIDENCY = ("auto", "resident", "streamed", "mapped")
 
 if TYPE_CHECKING:
     from turbospark_mlx.generation import SamplingOptions
@@ -45,6 +46,20 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, max_context: bool = 
         choices=VERIFY,
         help="hash the install; auto hashes what was not hashed before (auto)",
     )
+    group.add_argument(
+        "--residency",
+        default="auto",
+        choices=RESIDENCY,
+        help="where the experts of a mixture live: all in memory (resident), on disk and a few in memory (streamed), or"
+        " in the page cache (mapped); auto is resident where they fit, else streamed (auto)",
+    )
+    group.add_argument(
+        "--expert-slots",
+        type=_slots,
+        default="auto",
+        metavar="N",
+        help="experts a layer that streaming keeps in memory, or auto (auto)",
+    )
     parser.set_defaults(usage_error=parser.error)
 
 
@@ -74,7 +89,15 @@ def open_runner(args: argparse.Namespace, max_context: int | None) -> Runner:
 
     path = resolve(args.model)
     with compile_notice():
-        runner = Runner.open(path, max_context=max_context, kernels=args.kernels, dtype=args.dtype, verify=args.verify)
+        runner = Runner.open(
+            path,
+            max_context=max_context,
+            kernels=args.kernels,
+            dtype=args.dtype,
+            verify=args.verify,
+            residency=args.residency,
+            expert_slots=args.expert_slots,
+        )
     if args.kernels == "auto" and (report := runner.report()).backend == "reference":
         print(f"note: this runs slowly, on {report.backend_reason}", file=sys.stderr)
     return runner
@@ -123,6 +146,12 @@ def token_limit(text: str) -> int | None:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is neither a number of tokens from 1 on nor the word max")
     return int(text)
+
+
+def _slots(text: str) -> int | str:
+    if text != "auto" and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of slots nor the word auto")
+    return text if text == "auto" else int(text)
 
 
 def _bias(text: str) -> tuple[int, float]:

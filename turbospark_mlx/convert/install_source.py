@@ -13,6 +13,8 @@ from turbospark_mlx.convert.source import AffineRows, Source, SourceTensor
 from turbospark_mlx.errors import ConvertError
 from turbospark_mlx.families import family_for_manifest
 from turbospark_mlx.gturbo import Install, TensorEntry
+from turbospark_mlx.gturbo.experts_layout import ExpertLayer, ExpertTensor
+from turbospark_mlx.protocols import Family, ModelConfig
 
 
 def open_install(directory: Path, model_id: str | None) -> Source:
@@ -20,6 +22,7 @@ def open_install(directory: Path, model_id: str | None) -> Source:
     with ExitStack() as files:
         install = files.enter_context(Install.open(directory))
         family = family_for_manifest(install.manifest.family)
+        config = family.config_from_manifest(install.arch, install.extension)
         side_files = {name: install.read_side_file(name, None) for name in SIDE_FILES}
         if side_files["tokenizer.json"] is None:
             raise ConvertError(f"{directory / 'tokenizer.json'}: is missing. Copy the model's tokenizer.json there.")
@@ -27,11 +30,52 @@ def open_install(directory: Path, model_id: str | None) -> Source:
             kind=f"install ({install.dialect} dialect)",
             model_id=model_id or install.manifest.model_id,
             family=family,
-            config=family.config_from_manifest(install.arch, install.extension),
-            tensors={name: _tensor(install, entry) for name, entry in install.tensors.items()},
+            config=config,
+            tensors={
+                **{name: _tensor(install, entry) for name, entry in install.tensors.items()},
+                **_stacks(install, family, config),
+            },
             side_files={name: data for name, data in side_files.items() if data is not None},
             files=files.pop_all(),
         )
+
+
+def _stacks(install: Install, family: Family, config: ModelConfig) -> dict[str, SourceTensor]:
+    """The routed experts as stacks, as far as the install has them: what is missing is for the plan to say."""
+    found = {}
+    for name in family.expected(config) if install.experts else ():
+        routed = family.place(name, config).routed
+        if routed and routed.position < len(install.experts.layers):
+            layer = install.experts.layers[routed.position]
+            if tensor := layer.tensors.get(routed.tensors[0]):
+                found[name] = _stack(install, routed.position, layer, tensor)
+    return found
+
+
+def _stack(install: Install, position: int, layer: ExpertLayer, tensor: ExpertTensor) -> SourceTensor:
+    rows = int(np.prod(tensor.shape[:-1]))
+
+    def read_part(role: str, dtype: np.dtype, start: int, stop: int) -> np.ndarray:
+        row_bytes = layer.tensors[role].size // rows
+        data = np.empty((stop - start, row_bytes), np.uint8)
+        for expert in range(start // rows, -(-stop // rows)):
+            first, last = max(start, expert * rows), min(stop, (expert + 1) * rows)
+            buffer = data[first - start : last - start]
+            install.read_expert_part_into(position, expert, role, buffer, start=(first - expert * rows) * row_bytes)
+        return data.view(dtype)
+
+    def read(start: int, stop: int) -> np.ndarray | AffineRows:
+        if tensor.format is None:
+            return read_part(tensor.role, STORAGE[tensor.dtype], start, stop)
+        companion = STORAGE[tensor.format.companion_dtype]
+        return AffineRows(
+            read_part(tensor.role, np.dtype("<u4"), start, stop),
+            read_part(f"{tensor.role}_scales", companion, start, stop),
+            read_part(f"{tensor.role}_biases", companion, start, stop),
+        )
+
+    where = f"{install.path}: {layer.file}: {tensor.role}"
+    return SourceTensor((len(layer.offsets), *tensor.shape), tensor.format or tensor.dtype, where, read)
 
 
 def _tensor(install: Install, entry: TensorEntry) -> SourceTensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from turbospark_mlx.convert.source import AffineRows, Source, check_downloaded, 
 from turbospark_mlx.convert.staging import Staging, check_destination, check_free_space
 from turbospark_mlx.errors import ConvertError, OptionError
 from turbospark_mlx.gturbo import InstallWriter, TensorSpec
+from turbospark_mlx.gturbo.formats import PAGE
 from turbospark_mlx.protocols import AffineFormat
 
 # For the manifest, the layout file and the index, whose size follows from the number of tensors.
@@ -43,22 +45,30 @@ def run(
     if destination.exists() and path.samefile(destination):
         raise OptionError(f"{destination}: is the source itself. Choose another destination.")
     with _open(path, model_id or repository) as opened:
-        made = plan(opened, options)
-        with Staging(destination, overwrite=overwrite) as staging:
-            report = ConversionReport(
-                destination=staging.destination,
-                model_id=opened.model_id,
-                source_kind=opened.kind,
-                family=opened.family.name,
-                dropped=made.dropped,
-                exceptions=made.exceptions,
-                ignored=opened.ignored,
-                cleared=staging.cleared,
-            )
-            writer = _write(opened, made, staging.directory, report, progress)
-            staging.commit()
-            writer.write_receipt(staging.destination)
+        report = write_source(opened, destination, options, overwrite=overwrite, progress=progress)
     report.seconds = time.monotonic() - start
+    return report
+
+
+def write_source(
+    source: Source, destination: Path, options: Options, *, overwrite: bool, progress: bool
+) -> ConversionReport:
+    """Write the install that ``source`` becomes. Raises as ``turbospark_mlx.convert.convert`` does."""
+    made = plan(source, options)
+    with Staging(destination, overwrite=overwrite) as staging:
+        report = ConversionReport(
+            destination=staging.destination,
+            model_id=source.model_id,
+            source_kind=source.kind,
+            family=source.family.name,
+            dropped=made.dropped,
+            exceptions=made.exceptions,
+            ignored=source.ignored,
+            cleared=staging.cleared,
+        )
+        writer = _write(source, made, staging.directory, report, progress)
+        staging.commit()
+        writer.write_receipt(staging.destination)
     return report
 
 
@@ -91,21 +101,34 @@ def _open(path: Path, model_id: str | None) -> Source:
 
 def _write(source: Source, made: Plan, directory: Path, report: ConversionReport, progress: bool) -> InstallWriter:
     specs = [TensorSpec(tensor.name, tensor.source.shape, tensor.target) for tensor in made.tensors]
-    weight_bytes = sum(sum(spec.parts.values()) for spec in specs)
-    side_bytes = sum(map(len, source.side_files.values()))
-    check_free_space(directory, {"weights": weight_bytes, "other files": side_bytes, "reserve": _RESERVE_BYTES})
-    writer = InstallWriter(directory, specs)
+    experts = [[TensorSpec(m.tensor, m.shape[1:], m.target) for m in matrices] for matrices in made.experts]
+    num_experts = made.experts[0][0].shape[0] if made.experts else 0
+    expert_bytes = sum(sum(spec.nbytes for spec in layer) for layer in experts) * num_experts
+    weight_bytes = sum(spec.nbytes for spec in specs) + expert_bytes
+    needed = {
+        "weights": weight_bytes,
+        "other files": sum(map(len, source.side_files.values())),
+        "reserve": _RESERVE_BYTES,
+    }
+    if experts:
+        needed["alignment of experts"] = len(experts) * num_experts * PAGE
+    check_free_space(directory, needed)
+    writer = InstallWriter(directory, specs, experts=experts, num_experts=num_experts)
     with _bar("convert", weight_bytes, progress) as bar:
         for tensor, spec in zip(made.tensors, specs, strict=True):
-            role = report.roles.setdefault(tensor.role, RoleReport())
-            role.add(tensor.source.shape, tensor.target, sum(spec.parts.values()))
-            if tensor.target != tensor.source.format:
-                report.quantized += isinstance(tensor.target, AffineFormat)
-                report.narrowed += not isinstance(tensor.target, AffineFormat)
-            for start, stop in tiles(tensor.source):
-                for part, rows in _parts(_convert(tensor, start, stop, role, report)).items():
-                    writer.write(tensor.name, part, rows, offset=start * (spec.parts[part] // tensor.source.rows))
-                    bar.update(rows.nbytes)
+            _count(report, tensor, tensor.source.shape, spec.nbytes)
+            for part, rows, offset in _pieces(tensor, spec, report):
+                writer.write(tensor.name, part, rows, offset=offset)
+                bar.update(rows.nbytes)
+        for position, (matrices, layer) in enumerate(zip(made.experts, experts, strict=True)):
+            for matrix, spec in zip(matrices, layer, strict=True):
+                _count(report, matrix.parts[0], matrix.shape, spec.nbytes * num_experts)
+            # An expert's matrices one after the other, so that its blob is written in one run.
+            for number in range(num_experts):
+                for matrix, spec in zip(matrices, layer, strict=True):
+                    for part, rows, offset in _pieces(matrix.parts[number], spec, report):
+                        writer.write_expert(position, number, matrix.tensor, part, rows, offset=offset)
+                        bar.update(rows.nbytes)
     for name, data in source.side_files.items():
         writer.add_side_file(name, data)
     arch, extension = source.config.to_manifest()
@@ -127,6 +150,20 @@ def _write(source: Source, made: Plan, directory: Path, report: ConversionReport
 
 def _bar(description: str, total: int, progress: bool) -> tqdm:
     return tqdm(total=total, unit="B", unit_scale=True, desc=description, disable=None if progress else True)
+
+
+def _count(report: ConversionReport, tensor: PlannedTensor, shape: tuple[int, ...], nbytes: int) -> None:
+    report.roles.setdefault(tensor.role, RoleReport()).add(shape, tensor.target, nbytes)
+    if tensor.target != tensor.source.format:
+        report.quantized += isinstance(tensor.target, AffineFormat)
+        report.narrowed += not isinstance(tensor.target, AffineFormat)
+
+
+def _pieces(tensor: PlannedTensor, spec: TensorSpec, report: ConversionReport) -> Iterator[tuple[str, np.ndarray, int]]:
+    """``(part, rows, offset in the part)`` of a converted tensor, a tile at a time."""
+    for start, stop in tiles(tensor.source):
+        for part, rows in _parts(_convert(tensor, start, stop, report.roles[tensor.role], report)).items():
+            yield part, rows, start * (spec.parts[part] // tensor.source.rows)
 
 
 def _parts(stored: np.ndarray | AffineRows) -> dict[str, np.ndarray]:

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from turbospark_mlx.convert.floats import STORAGE
+from turbospark_mlx.convert.report import describe
 from turbospark_mlx.convert.source import Source, SourceTensor, is_head, tiles
 from turbospark_mlx.errors import ConvertError, OptionError
-from turbospark_mlx.protocols import AffineFormat, Dropped, ModelConfig, Role
+from turbospark_mlx.families.routed import parameter
+from turbospark_mlx.protocols import AffineFormat, Dropped, ModelConfig, Placement, Role
 
 KEEP_BITS = 16
 """The value of ``bits`` that keeps an unquantized checkpoint as it is."""
@@ -66,12 +68,31 @@ class PlannedTensor:
     target: str | AffineFormat
 
 
+@dataclass(frozen=True)
+class PlannedExperts:
+    """One matrix of a layer's routed experts, ``name`` in the install and ``tensor`` in an expert's blob: what each
+    expert's is read from, and the format that all of them get."""
+
+    name: str
+    tensor: str
+    parts: tuple[PlannedTensor, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.parts), *self.parts[0].source.shape)
+
+    @property
+    def target(self) -> str | AffineFormat:
+        return self.parts[0].target
+
+
 @dataclass
 class Plan:
-    """``tensors`` in writing order; ``dropped`` maps names to the reason, ``exceptions`` names of tensors whose format
-    is not the one that was asked for."""
+    """``tensors`` in writing order, ``experts`` the matrices of each layer that has routed ones; ``dropped`` maps names
+    to the reason, ``exceptions`` names of tensors whose format is not the one that was asked for."""
 
     tensors: list[PlannedTensor] = field(default_factory=list)
+    experts: list[list[PlannedExperts]] = field(default_factory=list)
     dropped: dict[str, str] = field(default_factory=dict)
     exceptions: dict[str, str] = field(default_factory=dict)
 
@@ -87,26 +108,71 @@ def plan(source: Source, options: Options) -> Plan:
         _check_elder_config(source.config)
     made = Plan(dropped=dict(source.dropped))
     placed: dict[str, PlannedTensor] = {}
+    pieces: dict[str, dict[int, SourceTensor]] = {}
     for name, tensor in source.tensors.items():
         place = source.family.place(name, source.config)
         if isinstance(place, Dropped):
             made.dropped[name] = place.reason
             continue
+        if place.routed:
+            _check_format(tensor)
+            _cut(tensor, place, source, pieces)
+            continue
         if place.name in placed:
             raise ConvertError(f"{tensor.where}: {placed[place.name].source.where} has the same place, {place.name}.")
         _check_format(tensor)
         placed[place.name] = PlannedTensor(place.name, place.role, tensor, tensor.format)
-    _check_complete(placed, source)
+    _check_complete(placed, pieces, source)
     _check_tied_head(placed, source, made.dropped)
 
-    quantized = any(isinstance(tensor.target, AffineFormat) for tensor in placed.values())
-    asked = _asked_format(options, quantized)
+    formats = [tensor.target for tensor in placed.values()] + [parts[0].format for parts in pieces.values()]
+    asked = _asked_format(options, any(isinstance(form, AffineFormat) for form in formats))
+    made.experts = [[] for _ in source.family.experts(source.config)]
     for name in source.family.expected(source.config):
-        target, reason = _target(placed[name], asked, options.elder_compatible)
-        made.tensors.append(replace(placed[name], target=target))
+        place = source.family.place(name, source.config)
+        first = placed[name].source if place.routed is None else pieces[name][0]
+        target, reason = _target(place.role, first, asked, options.elder_compatible)
+        if place.routed is None:
+            made.tensors.append(replace(placed[name], target=target))
+        else:
+            parts = (PlannedTensor(name, place.role, part, target) for _, part in sorted(pieces[name].items()))
+            made.experts[place.routed.position].append(PlannedExperts(name, place.routed.tensors[0], tuple(parts)))
         if reason:
             made.exceptions[name] = reason
     return made
+
+
+def _cut(tensor: SourceTensor, place: Placement, source: Source, pieces: dict[str, dict[int, SourceTensor]]) -> None:
+    """Cut a tensor of routed experts into the matrices of single experts and add them to ``pieces``: install name ->
+    expert -> matrix."""
+    routed, (path, spec) = place.routed, list(source.family.experts(source.config).items())[place.routed.position]
+    rows, columns = spec.tensors[routed.tensors[0]]
+    joined = len(routed.tensors) * rows
+    numbers = range(spec.num_experts) if routed.expert is None else (routed.expert,)
+    shape = (joined, columns) if routed.expert is not None else (spec.num_experts, joined, columns)
+    if tensor.shape != shape:
+        raise _wrong_shape(tensor, shape)
+    prefix = place.name.removesuffix(place.checkpoint_name)
+    for at, number in enumerate(numbers):
+        for share, name in enumerate(routed.tensors):
+            found = pieces.setdefault(prefix + parameter(path, name), {})
+            part = tensor.part(f"{name} of expert {number}", at * joined + share * rows, (rows, columns))
+            if number in found:
+                raise ConvertError(f"{part.where}: has the same place as {found[number].where}.")
+            other = next(iter(found.values()), part)
+            if other.format != part.format:
+                raise ConvertError(
+                    f"{part.where}: is stored as {describe(part.format)}, {other.where} as {describe(other.format)};"
+                    " the experts of a layer have to be stored alike. Take another copy of the checkpoint."
+                )
+            found[number] = part
+
+
+def _wrong_shape(tensor: SourceTensor, expected: tuple[int, ...]) -> ConvertError:
+    return ConvertError(
+        f"{tensor.where}: has shape {list(tensor.shape)}; config.json asks for {list(expected)}. Take both from the"
+        " same checkpoint."
+    )
 
 
 def _check_format(tensor: SourceTensor) -> None:
@@ -117,9 +183,11 @@ def _check_format(tensor: SourceTensor) -> None:
         )
 
 
-def _check_complete(placed: Mapping[str, PlannedTensor], source: Source) -> None:
+def _check_complete(
+    placed: Mapping[str, PlannedTensor], pieces: Mapping[str, Mapping[int, SourceTensor]], source: Source
+) -> None:
     expected = source.family.expected(source.config)
-    missing = [name for name in expected if name not in placed]
+    missing = [name for name in expected if name not in placed and name not in pieces]
     if any(is_head(source.family.place(name, source.config)) for name in missing):
         raise ConvertError(
             "config.json: tie_word_embeddings is false, but the checkpoint has no output head. Set it to true if the"
@@ -131,14 +199,17 @@ def _check_complete(placed: Mapping[str, PlannedTensor], source: Source) -> None
             f"{source.model_id}: lacks {len(missing)} of {len(expected)} tensors, the first of them"
             f" {getattr(first, 'checkpoint_name', missing[0])}. Complete the download, or check config.json."
         )
+    for name, parts in pieces.items():
+        if absent := [number for number in range(expected[name][0]) if number not in parts]:
+            raise ConvertError(
+                f"{source.model_id}: lacks {name} of expert {absent[0]}, and of {len(absent) - 1} more of"
+                f" {expected[name][0]} experts. Complete the download, or check config.json."
+            )
     for name, tensor in placed.items():
         if name not in expected:
             raise ConvertError(f"{tensor.source.where}: has no place in a model of this config.json. Check the file.")
         if tensor.source.shape != tuple(expected[name]):
-            raise ConvertError(
-                f"{tensor.source.where}: has shape {list(tensor.source.shape)}; config.json asks for"
-                f" {list(expected[name])}. Take both from the same checkpoint."
-            )
+            raise _wrong_shape(tensor.source, expected[name])
 
 
 def _check_tied_head(placed: Mapping[str, PlannedTensor], source: Source, dropped: Mapping[str, str]) -> None:
@@ -146,7 +217,8 @@ def _check_tied_head(placed: Mapping[str, PlannedTensor], source: Source, droppe
     if not source.config.tie_word_embeddings:
         return
     untied = replace(source.config, tie_word_embeddings=False)
-    embedding = next(tensor.source for tensor in placed.values() if tensor.role == "embedding")
+    names = source.family.expected(source.config)
+    embedding = next(placed[n].source for n in names if n in placed and placed[n].role == "embedding")
     for name in dropped:
         head = source.tensors.get(name)
         if head is None or not is_head(source.family.place(name, untied)):
@@ -187,22 +259,22 @@ def _asked_format(options: Options, quantized: bool) -> AffineFormat | None:
 
 
 def _target(
-    tensor: PlannedTensor, asked: AffineFormat | None, elder_compatible: bool
+    role: Role, source: SourceTensor, asked: AffineFormat | None, elder_compatible: bool
 ) -> tuple[str | AffineFormat, str | None]:
     """The format of a tensor, and the reason where it is not the one that was asked for."""
-    form = tensor.source.format
+    form = source.format
     kept = "bfloat16" if elder_compatible else form
-    if tensor.role == "vector":
+    if role == "vector":
         return kept, None
     if asked is None and elder_compatible and isinstance(form, AffineFormat):
         asked = AffineFormat(4 if form.bits <= 4 else 8, _ELDER_GROUP_SIZE, _ELDER_COMPANION_DTYPE)
     if asked is None:
         return kept, None
-    columns = tensor.source.columns
+    columns = source.columns
     if columns % asked.group_size:
         return kept, f"its input width {columns} is not a multiple of the group size {asked.group_size}"
-    bits = _ROUTER_BITS if tensor.role == "router" else asked.bits
-    allowed = _ELDER_BITS.get(tensor.role, (4,))
+    bits = _ROUTER_BITS if role == "router" else asked.bits
+    allowed = _ELDER_BITS.get(role, (4,))
     if elder_compatible and bits not in allowed:
         return replace(asked, bits=allowed[0]), f"the elder engines do not read {bits} bits there"
     return replace(asked, bits=bits), None

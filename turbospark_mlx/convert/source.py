@@ -58,6 +58,12 @@ class SourceTensor:
     def columns(self) -> int:
         return self.shape[-1] if len(self.shape) > 1 else 1
 
+    def part(self, what: str, first: int, shape: tuple[int, ...]) -> SourceTensor:
+        """The tensor of ``shape`` whose rows begin at row ``first`` of this one; messages call it ``what``."""
+        return SourceTensor(
+            shape, self.format, f"{self.where}, {what}", lambda start, stop: self.read(first + start, first + stop)
+        )
+
     def read_float32(self, start: int, stop: int) -> np.ndarray:
         """The values of a range of rows as float32 ``[stop - start, columns]``."""
         return values(self.read(start, stop), self.format)

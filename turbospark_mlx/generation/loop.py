@@ -42,6 +42,8 @@ class Runner(Protocol):
 
     def decode(self, token_id: int, *, ahead: bool) -> Any: ...
 
+    def likeliest(self) -> int | None: ...
+
     def reset(self) -> None: ...
 
 
@@ -67,8 +69,13 @@ class GenerationResponse:
     peak_memory: float
     finish_reason: FinishReason | None
     seed: int | None
-    logits: np.ndarray | None = field(repr=False)
-    """Float32 logits ``[vocab]`` that the token was chosen from, after bias and penalties."""
+    chosen_from: mx.array | np.ndarray | None = field(repr=False)
+    """The logits as they were where the token was chosen; `logits` brings them to the host."""
+
+    @cached_property
+    def logits(self) -> np.ndarray | None:
+        """Float32 logits ``[vocab]`` that the token was chosen from, after bias and penalties."""
+        return None if self.chosen_from is None else np.array(self.chosen_from).astype(np.float32)
 
     @cached_property
     def logprobs(self) -> mx.array | None:
@@ -141,7 +148,7 @@ class _Chooser:
         self._custom = request.sampler
         self._processors = tuple(request.logits_processors)
         self.seed = self._sampler.seed
-        self.takes_the_likeliest = not (self._processors or self._custom or request.sampling.draws)
+        self.takes_the_likeliest = not (self._processors or self._custom) and request.sampling.takes_the_likeliest
 
     def __call__(self, logits, history):
         """``(token, logits)`` for a model's logits ``[vocab]`` behind the ids in ``history``."""
@@ -184,7 +191,8 @@ class _Answer:
         history = list(self._ids)
         while logits is not None:
             began = time.perf_counter()
-            token, chosen_from = self._chooser(logits, history)
+            likeliest = self._runner.likeliest() if self._chooser.takes_the_likeliest else None
+            token, chosen_from = self._chooser(logits, history) if likeliest is None else (likeliest, logits)
             self._generated += 1
             history.append(token)
             text, finish_reason = self._add(token)
@@ -248,5 +256,5 @@ class _Answer:
             peak_memory=mx.get_peak_memory() / 1e9,
             finish_reason=finish_reason,
             seed=self._chooser.seed,
-            logits=None if chosen_from is None else chosen_from.astype(np.float32),
+            chosen_from=chosen_from,
         )

@@ -77,6 +77,12 @@ class SamplingOptions:
         """Whether choosing a token takes a random draw."""
         return self.temperature > 0
 
+    @property
+    def takes_the_likeliest(self) -> bool:
+        """Whether the token is the one that the model found most probable."""
+        penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
+        return not (self.draws or penalties or self.logit_bias)
+
 
 SAMPLING_NAMES = frozenset(f.name for f in fields(SamplingOptions))
 

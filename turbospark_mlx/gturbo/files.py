@@ -116,6 +116,19 @@ class OpenFile:
                 raise damaged(self.label, f"ends at byte {offset + done}, but byte {offset + len(buffer)} is needed")
             done += count
 
+    def check_unchanged(self) -> None:
+        """Raise InstallError where the file was cut or written to since it was opened.
+
+        The time of the last status change does not count: renaming or linking the file changes it, and the bytes stay.
+        """
+        found = FileState.of(self.fd)
+        if (found.size, found.mtime_ns) != (self.state.size, self.state.mtime_ns):
+            raise damaged(
+                self.label,
+                f"was changed while it was open: it had {self.state.size} bytes and has {found.size}, and was written"
+                f" to {(found.mtime_ns - self.state.mtime_ns) / 1e9:.3f} s after it had been",
+            )
+
     def read(self, offset: int, size: int) -> bytes:
         """``size`` bytes from ``offset``; refused before anything is allocated when the file is shorter."""
         if offset + size > self.state.size:

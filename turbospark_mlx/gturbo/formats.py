@@ -146,6 +146,11 @@ class TensorSpec:
             return {"data": data, "scales": companion, "biases": companion}
         return {"data": raw_size(self.shape, self.dtype)}
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(self.parts.values())
+
 
 def role_of(name: str, shape: tuple[int, ...]) -> Role | str:
     """What a resident tensor is for, by its name: a role of ``protocols.Role``, or ``"vision"``, ``"drafter"``,

@@ -204,6 +204,20 @@ class Install:
         place = self.experts.layers[layer]
         self._fill(place.file, place.offsets[expert], place.size, buffer)
 
+    def expert_file(self, layer: int) -> OpenFile:
+        """The open file that holds the experts of a layer, for positioned reads from any thread; ``layer`` counts the
+        layers that have experts."""
+        return self._open[self.experts.layers[layer].file]
+
+    def read_expert_part_into(self, layer: int, expert: int, role: str, buffer: Any, *, start: int = 0) -> None:
+        """Fill ``buffer``, writable, with the bytes of one sub-tensor of an expert (``"gate"``, ``"gate_scales"``, ...)
+        from its byte ``start`` on. ``layer`` counts the layers that have experts."""
+        place = self.experts.layers[layer]
+        tensor, count = place.tensors[role], memoryview(buffer).nbytes
+        if not 0 <= start <= tensor.size - count:
+            raise ValueError(f"{role} has {tensor.size} bytes; {count} from {start} on are not there")
+        self._fill(place.file, place.offsets[expert] + tensor.offset + start, count, buffer)
+
     def _fill(self, name: str, offset: int, size: int, buffer: Any) -> None:
         view = memoryview(buffer)
         if view.nbytes != size or view.readonly:

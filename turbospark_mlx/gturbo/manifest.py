@@ -114,7 +114,7 @@ def read(data: bytes, label: str) -> Manifest:
     root.text("sourceSnapshotHash", default=None)
     root.integer("bitWidthOverridesHonored", default=0)
     root.text("capability", default=None)
-    num_layers, experts_per_layer, stride = _expert_geometry(root, arch)
+    num_layers, experts_per_layer, stride = _expert_geometry(root, arch, flags)
     return Manifest(
         model_id=root.text("modelID"),
         flags=flags,
@@ -217,9 +217,12 @@ def _check_quant(quant: Record) -> None:
     quant.record("hadamard", default={})
 
 
-def _expert_geometry(root: Record, arch: Record) -> tuple[int, int, int]:
+def _expert_geometry(root: Record, arch: Record, flags: Mapping[str, bool]) -> tuple[int, int, int]:
     experts = arch.integer("numExperts")
     routed = arch.integer("numLayers") - arch.integer("numDenseLeadingLayers", default=0) if experts else 0
+    if routed and flags.get(EXTENSION_FLAG):
+        # The extension may name layers without experts anywhere, which only the family knows.
+        routed = root.integer("numLayers", 1, routed)
     for key, expected in (("numLayers", routed), ("expertsPerLayer", experts)):
         if root.integer(key) != expected:
             root.fail(key, f"is {root.integer(key)}; arch gives {expected}")

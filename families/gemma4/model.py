@@ -1,0 +1,372 @@
+"""Gemma 4's decoder (model card: ai.google.dev/gemma/docs/core/model_card_4).
+
+Shapes: B sequences, L tokens, H query heads, KV key/value heads, D dimensions a head, which differ between layers with
+a window and layers with full attention. Notable: every block's input and output are normalised; queries and keys are
+normalised a head, values too but without a weight, and scores are not scaled; where keys are values, values are the
+keys before norm and rotation; the last layers of some sizes read the keys and values of an earlier layer; every layer
+ends with a scalar for the whole residual stream.
+
+Does not know images or sound: ids of their placeholders are embedded like any token's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from turbospark_mlx.cache import LinearKV, RingKV
+from turbospark_mlx.custom_kernels import appends, backends, cache_attention, qkv_append, qkv_epilogue, rms_norm
+from turbospark_mlx.errors import OptionError
+from turbospark_mlx.families.gemma4.config import FULL, SLIDING, Gemma4Config
+from turbospark_mlx.families.gemma4.weights import expected, experts
+from turbospark_mlx.families.layers import (
+    AffineEmbedding,
+    AffineLinear,
+    Builder,
+    Format,
+    Module,
+    Positions,
+    RMSNorm,
+    RoPE,
+    add_normed,
+    gelu_tanh,
+    project,
+)
+from turbospark_mlx.families.moe import route, routed_experts
+from turbospark_mlx.protocols import ExpertFactory
+
+Visible = tuple[mx.array, mx.array | None]
+"""Keys and values ``[B, KV, S, D]`` in time order, or a cache's buffer ``[2, B, KV, capacity, D]`` and None."""
+
+
+class Attention(Module):
+    """Grouped-query attention over a window or over everything, with keys and values of its own or of another layer."""
+
+    def __init__(self, config: Gemma4Config, number: int, rope: RoPE, build: Builder):
+        super().__init__()
+        path = f"model.layers.{number}.self_attn"
+        size, heads, kv_heads = config.head_size(number), config.num_attention_heads, config.kv_heads(number)
+        self.window, self.head_dim, self.rope = config.sliding_window if config.slides(number) else None, size, rope
+        self._eps, self._backend, self._attention = config.rms_norm_eps, build.backend, build.attention
+        self._heads, self._kv_heads, self._k_is_v = heads, 0, False
+        rows = {"q_proj": heads * size}
+        if number < config.first_shared_layer:
+            self._kv_heads, self._k_is_v = kv_heads, config.k_is_v(number)
+            rows["k_proj"] = kv_heads * size
+            if not self._k_is_v:
+                rows["v_proj"] = kv_heads * size
+        self._names = tuple(rows)
+        parts, self._qkv = build.projections(config.hidden_size, {f"{path}.{name}": n for name, n in rows.items()})
+        for name, part in zip(rows, parts, strict=True):
+            self[name] = part
+        self.o_proj = build.linear(f"{path}.o_proj", heads * size, config.hidden_size)
+        self.q_norm = build.norm(f"{path}.q_norm", size, config.rms_norm_eps)
+        if self._kv_heads:
+            self.k_norm = build.norm(f"{path}.k_norm", size, config.rms_norm_eps)
+
+    def __call__(
+        self,
+        x: mx.array,
+        positions: Positions,
+        cache: LinearKV | RingKV | None,
+        shared: Visible | None,
+        *,
+        norm: nn.Module,
+    ) -> tuple[mx.array, Visible]:
+        """``x [B, L, hidden]`` -> the same shape, and what was visible. ``shared`` is what the layer saw that this one
+        reads, if it has no keys and values of its own. ``norm`` is applied to ``x`` before."""
+        parts = [self[name] for name in self._names]
+        joint, norms = self._qkv.joint(*parts), [self.q_norm, self.get("k_norm")]
+        if joint is not None and all(own is None or isinstance(own, RMSNorm) for own in norms):
+            q, own = self._fused(project(joint, x, norm=norm), positions, cache)
+        else:
+            q, own = self._separate(self._qkv(norm(x), *parts), positions, cache)
+        visible = shared if own is None else own
+        y = self._attend(q, visible, positions)
+        return self.o_proj(y), visible
+
+    def _fused(
+        self, qkv: mx.array, positions: Positions, cache: LinearKV | RingKV | None
+    ) -> tuple[mx.array, Visible | None]:
+        B, L, _ = qkv.shape
+        options = {
+            "heads": self._heads,
+            "kv_heads": self._kv_heads,
+            "q_norm": self.q_norm["weight"],
+            "k_norm": self.k_norm["weight"] if self._kv_heads else None,
+            "eps": self._eps,
+            "value_norm": True,
+            "shared_values": self._k_is_v,
+            "backend": self._backend,
+        }
+        rotation = positions.rotation(self.rope)
+        if cache is not None and cache.places(L) and appends(qkv, self._backend):
+            kv = cache.place(L, (B, self._kv_heads, self.head_dim), qkv.dtype)
+            q = qkv_append(qkv, rotation, kv, positions.start, **options)
+            cache.written(q)
+            return q, (kv, None)
+        q, kv = qkv_epilogue(qkv, rotation, **options)
+        if kv is None:
+            return q, None
+        kv, keys = (kv, L) if cache is None else cache.append(kv)
+        return q, (kv[0, :, :, :keys], kv[1, :, :, :keys])
+
+    def _separate(
+        self, products: Sequence[mx.array], positions: Positions, cache: LinearKV | RingKV | None
+    ) -> tuple[mx.array, Visible | None]:
+        q, *own = (y.reshape(*y.shape[:2], -1, self.head_dim).transpose(0, 2, 1, 3) for y in products)
+        q = self.rope(self.q_norm(q), positions.offset)
+        if not own:
+            return q, None
+        k = self.rope(self.k_norm(own[0]), positions.offset)
+        v = rms_norm(own[-1], None, eps=self._eps, backend=self._backend)
+        return q, (k, v) if cache is None else cache.update_and_fetch(k, v)
+
+    def _attend(self, q: mx.array, visible: Visible, positions: Positions) -> mx.array:
+        B, _, L, _ = q.shape
+        # A single token sees every key that its cache returns, and a ring returns them in no particular order.
+        mask, window = ("causal", self.window) if L > 1 else (None, None)
+        options = {"scale": 1.0, "mask": mask, "window": window}
+        keys, values = visible
+        if values is None:
+            return cache_attention(q, keys, positions.start, **options, backend=self._backend)
+        y = self._attention(q, keys, values, **options)
+        return y.transpose(0, 2, 1, 3).reshape(B, L, -1)
+
+
+class FeedForward(Module):
+    """GeGLU (Shazeer 2020, arXiv:2002.05202): ``down(gelu(gate(x)) * up(x))``."""
+
+    def __init__(self, config: Gemma4Config, number: int, build: Builder):
+        super().__init__()
+        path, hidden, wide = f"model.layers.{number}.mlp", config.hidden_size, config.feed_forward_size(number)
+        (self.gate_proj, self.up_proj), self._gate_up = build.projections(
+            hidden, {f"{path}.gate_proj": wide, f"{path}.up_proj": wide}
+        )
+        self.down_proj = build.linear(f"{path}.down_proj", wide, hidden)
+
+    def __call__(self, x: mx.array, *, norm: nn.Module) -> mx.array:
+        """``norm`` is applied to ``x`` before."""
+        joint = self._gate_up.joint(self.gate_proj, self.up_proj)
+        if joint is not None and isinstance(norm, RMSNorm):
+            return self.down_proj(joint.gated(x, norm=norm, activation="gelu_tanh"))
+        gate, up = self._gate_up(norm(x), self.gate_proj, self.up_proj)
+        return self.down_proj(gelu_tanh(gate) * up)
+
+
+class Router(Module):
+    """Chooses experts from the residual stream itself, normalised and scaled; weights need not add up to 1."""
+
+    def __init__(self, config: Gemma4Config, number: int, build: Builder):
+        super().__init__()
+        path = f"model.layers.{number}.router"
+        self._eps, self._root, self._top_k = config.rms_norm_eps, config.hidden_size**-0.5, config.top_k_experts
+        self._backend = build.backend
+        self.proj = build.linear(f"{path}.proj", config.hidden_size, config.num_experts)
+        self.scale = build.vector(f"{path}.scale", config.hidden_size)
+        self.per_expert_scale = build.vector(f"{path}.per_expert_scale", config.num_experts)
+
+    def __call__(self, x: mx.array) -> tuple[mx.array, mx.array]:
+        """``x [rows, hidden]`` -> indices and float32 weights ``[rows, top_k]``."""
+        scale = self["scale"].astype(mx.float32) * self._root
+        normed = rms_norm(x.astype(mx.float32), scale, eps=self._eps, backend=self._backend)
+        indices, weights = route(self.proj(normed), self._top_k, normalize=True)
+        return indices, weights * self["per_expert_scale"].astype(mx.float32)[indices]
+
+
+class Experts(Module):
+    """What the checkpoint calls ``experts``: the routed ones, wherever they live."""
+
+    def __init__(self, config: Gemma4Config, number: int, build: Builder):
+        super().__init__()
+        path = f"model.layers.{number}.experts.switch_glu"
+        self.switch_glu = routed_experts(path, number, experts(config)[path], build)
+
+
+class DecoderLayer(Module):
+    def __init__(self, config: Gemma4Config, number: int, rope: RoPE, build: Builder):
+        super().__init__()
+        path, hidden = f"model.layers.{number}", config.hidden_size
+        self.kv_source = config.kv_source(number)
+        self.self_attn = Attention(config, number, rope, build)
+        self.mlp = FeedForward(config, number, build)
+        norms = [
+            "input_layernorm",
+            "post_attention_layernorm",
+            "pre_feedforward_layernorm",
+            "post_feedforward_layernorm",
+        ]
+        if config.num_experts:
+            self.router, self.experts = Router(config, number, build), Experts(config, number, build)
+            norms += ["post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"]
+        if each := config.hidden_size_per_layer_input:
+            self.per_layer_input_gate = build.linear(f"{path}.per_layer_input_gate", hidden, each)
+            self.per_layer_projection = build.linear(f"{path}.per_layer_projection", each, hidden)
+            norms.append("post_per_layer_input_norm")
+        for name in norms:
+            self[name] = build.norm(f"{path}.{name}", hidden, config.rms_norm_eps)
+        self.layer_scalar = build.vector(f"{path}.layer_scalar", 1)
+
+    def __call__(
+        self,
+        x: mx.array,
+        cache: LinearKV | RingKV | None = None,
+        positions: Positions | None = None,
+        *,
+        shared: Visible | None = None,
+        layer_input: mx.array | None = None,
+    ) -> tuple[mx.array, Visible]:
+        """See ``Attention``. ``positions`` are those after what ``cache`` holds, or from 0 on; ``layer_input [B, L,
+        d]`` is what this layer is told about each token, in models that have it."""
+        positions = positions or Positions.after(cache, x.shape[1])
+        y, shared = self.self_attn(x, positions, cache, shared, norm=self.input_layernorm)
+        x = add_normed(x, self.post_attention_layernorm, y)
+        y = self.mixture(x) if "router" in self else self.mlp(x, norm=self.pre_feedforward_layernorm)
+        if layer_input is None:
+            return add_normed(x, self.post_feedforward_layernorm, y, scale=self["layer_scalar"]), shared
+        x = add_normed(x, self.post_feedforward_layernorm, y)
+        y = self.per_layer_projection(gelu_tanh(self.per_layer_input_gate(x)) * layer_input)
+        return add_normed(x, self.post_per_layer_input_norm, y, scale=self["layer_scalar"]), shared
+
+    def mixture(self, x: mx.array) -> mx.array:
+        """The dense branch and the routed one, each normalised, added."""
+        rows = x.reshape(-1, x.shape[-1])
+        indices, weights = self.router(rows)
+        pending = self.experts.switch_glu.begin(indices)
+        dense = self.post_feedforward_layernorm_1(self.mlp(x, norm=self.pre_feedforward_layernorm))
+        routed = self.experts.switch_glu.finish(
+            pending, self.pre_feedforward_layernorm_2(rows), weights, meanwhile=(dense,)
+        )
+        return add_normed(dense, self.post_feedforward_layernorm_2, routed.reshape(x.shape))
+
+
+class Decoder(Module):
+    """Embeddings, layers and final norm: what the checkpoint calls ``model``."""
+
+    def __init__(self, config: Gemma4Config, build: Builder):
+        super().__init__()
+        self._config = config
+        rope = {kind: RoPE(config.frequencies(kind)) for kind in (SLIDING, FULL)}
+        self.embed_tokens = build.embedding("model.embed_tokens", config.vocab_size, config.hidden_size)
+        if each := config.hidden_size_per_layer_input:
+            every = config.num_hidden_layers * each
+            self.embed_tokens_per_layer = build.embedding(
+                "model.embed_tokens_per_layer", config.vocab_size_per_layer_input, every
+            )
+            self.per_layer_model_projection = build.linear(
+                "model.per_layer_model_projection", config.hidden_size, every
+            )
+            self.per_layer_projection_norm = build.norm("model.per_layer_projection_norm", each, config.rms_norm_eps)
+        self.layers = [
+            DecoderLayer(config, number, rope[kind], build) for number, kind in enumerate(config.layer_types)
+        ]
+        self.norm = build.norm("model.norm", config.hidden_size, config.rms_norm_eps)
+
+    def layer_inputs(self, tokens: mx.array | None, x: mx.array) -> mx.array | None:
+        """What each layer is told about each token, from its id and its embedding: ``[B, L, layers, d]``, or None in
+        models without it."""
+        each = self._config.hidden_size_per_layer_input
+        if not each:
+            return None
+        if tokens is None:
+            raise OptionError(
+                "input_embeddings: this model looks up an input for every layer by token id. Give tokens beside them."
+            )
+        shape = (*x.shape[:2], -1, each)
+        known = self.embed_tokens_per_layer(tokens).reshape(shape) * each**0.5
+        projected = (self.per_layer_model_projection(x) * self._config.hidden_size**-0.5).reshape(shape)
+        return (self.per_layer_projection_norm(projected) + known) * 2**-0.5
+
+
+class Model(Module):
+    """A model of the family. It follows the protocol that mlx-lm's tools call: ``model(tokens, cache=...)``,
+    ``model.layers``, ``model.make_cache()``, ``model.args``."""
+
+    longest_context = None
+
+    def __init__(
+        self,
+        config: Gemma4Config,
+        *,
+        formats: Mapping[str, Format] | None = None,
+        backend: backends.Backend | None = None,
+        dtype: mx.Dtype = mx.float32,
+        fused: bool = True,
+        max_context: int | None = None,
+        experts: ExpertFactory | None = None,
+    ):
+        """Zeroed parameters, to be loaded.
+
+        ``formats`` says how each tensor is stored (see ``layers.Builder``), ``dtype`` is that of activations.
+        ``fused=False`` makes plain ``mlx.nn`` modules. ``experts`` makes the routed experts of each layer; None makes
+        them parameters. ``max_context`` changes nothing here: frequencies are the same for every length.
+        """
+        super().__init__()
+        self.args, self.model_type, self.dtype, self.fused = config, config.model_type, dtype, fused
+        self.experts = experts
+        self.parameter_count = sum(map(prod, expected(config).values()))
+        self.backend = backend or backends.select()
+        build = Builder(self.backend, dtype, formats or {}, fused, experts)
+        self.model = Decoder(config, build)
+        if not config.tie_word_embeddings:
+            self.lm_head = build.linear("lm_head", config.hidden_size, config.vocab_size)
+
+    def hidden(
+        self,
+        tokens: mx.array | None,
+        cache: Sequence[LinearKV | RingKV] | None = None,
+        input_embeddings: mx.array | None = None,
+        *,
+        positions: Positions | None = None,
+    ) -> mx.array:
+        """Normalised last hidden states ``[B, L, hidden]`` of ``tokens [B, L]``, or of ``input_embeddings`` instead,
+        as the embedding gives them, before they are scaled. ``positions`` are those after what ``cache`` holds, or from
+        0 on. Raises OptionError where ids are needed beside embeddings."""
+        x = self.model.embed_tokens(tokens) if input_embeddings is None else input_embeddings
+        x = x.astype(self.dtype) * self.args.hidden_size**0.5
+        inputs = self.model.layer_inputs(tokens, x)
+        positions = positions or Positions.after(cache[0] if cache else None, x.shape[1])
+        visible = []
+        for number, layer in enumerate(self.layers):
+            x, keys_values = layer(
+                x,
+                cache[number] if cache and number < len(cache) else None,
+                positions,
+                shared=visible[layer.kv_source] if layer.kv_source < number else None,
+                layer_input=None if inputs is None else inputs[:, :, number],
+            )
+            visible.append(keys_values)
+        return self.model.norm(x)
+
+    def head(self, hidden: mx.array) -> mx.array:
+        """Logits ``[..., vocab]`` of hidden states ``[..., hidden]``, capped in float32 where they are capped."""
+        table, cap = self.get("lm_head", self.model.embed_tokens), self.args.final_logit_softcapping
+        product = table if "lm_head" in self else table.as_linear
+        if isinstance(table, AffineLinear | AffineEmbedding):
+            return product(hidden, softcap=cap)
+        logits = product(hidden)
+        return logits if cap is None else (mx.tanh(logits.astype(mx.float32) / cap) * cap).astype(logits.dtype)
+
+    def __call__(
+        self,
+        tokens: mx.array | None,
+        cache: Sequence[LinearKV | RingKV] | None = None,
+        input_embeddings: mx.array | None = None,
+    ) -> mx.array:
+        """Logits ``[B, L, vocab]``. Tokens go on from where ``cache`` is; without one they start at position 0."""
+        return self.head(self.hidden(tokens, cache, input_embeddings))
+
+    @property
+    def layers(self) -> list[DecoderLayer]:
+        return self.model.layers
+
+    def make_cache(self, max_length: int | None = None) -> list[LinearKV | RingKV]:
+        """An empty state for each layer with keys and values of its own, for sequences of up to ``max_length``
+        tokens."""
+        own = self.layers[: self.args.first_shared_layer]
+        return [
+            LinearKV(max_length) if layer.self_attn.window is None else RingKV(layer.self_attn.window) for layer in own
+        ]
