@@ -89,13 +89,20 @@ def clang() -> compiler.Compiler:
     raise BackendError("the emulator needs clang: pip install ziglang (or clang++ from your system's packages)")
 
 
-def _run(arguments: list[str], what: str) -> str:
+def _run(arguments: list[str], what: str, folder: str | None = None) -> str:
     """Run the compiler; what it says where it fails, else an empty text."""
     directory = compiler.cache_directory()
     environment = os.environ | {f"ZIG_{kind}_CACHE_DIR": str(directory / "zig") for kind in ("GLOBAL", "LOCAL")}
     try:
         done = subprocess.run(
-            arguments, env=environment, capture_output=True, text=True, timeout=600, check=False, errors="replace"
+            arguments,
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+            errors="replace",
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BackendError(f"{what} could not be compiled: {error}") from error
@@ -115,12 +122,12 @@ def _prelude_text() -> str:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "prelude.h"
         source.write_text(f"#include <metal_stdlib>\n{text}\nusing namespace metal;\n", encoding="utf-8")
-        made = Path(folder) / "prelude.i"
         places = [f"-I{path}" for path in (MSL, HERE, include)]
-        command = [*clang().command, "-x", "c++", "-E", "-dD", *FLAGS, *places, str(source), "-o", str(made)]
-        if failed := _run(command, "the emulator's prelude"):
+        command = [*clang().command, "-x", "c++", "-E", "-dD", *FLAGS, *places, "prelude.h", "-o", "prelude.i"]
+        # The names stand in what is made, so they have to be the same each time.
+        if failed := _run(command, "the emulator's prelude", folder):
             raise BackendError(f"the emulator's prelude does not compile:\n{failed[:2000]}")
-        return made.read_text(encoding="utf-8")
+        return (Path(folder) / "prelude.i").read_text(encoding="utf-8")
 
 
 def compile_kernel(name: str, prepared: Prepared) -> Built:

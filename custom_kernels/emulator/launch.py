@@ -31,13 +31,17 @@ POISONS = (0xFF, 0x7B)
 
 @dataclass(frozen=True)
 class Buffer:
-    """One slot of a dispatch: its bytes, or None where the kernel makes them."""
+    """One slot of a dispatch: its bytes, or None where the kernel makes them.
+
+    They begin ``residue`` bytes behind a multiple of 16.
+    """
 
     name: str
     kind: int
     data: np.ndarray | None
     size: int
     granule: int = 1
+    residue: int = 0
 
 
 @dataclass
@@ -75,6 +79,19 @@ def memory_of(array: mx.array) -> tuple[np.ndarray, tuple[int, ...], tuple[int, 
         view.reshape(-1)[:1].view(np.uint8) if view.flags.c_contiguous else _first(view), (reach,), (1,)
     )
     return flat, view.shape, tuple(s // view.itemsize for s in view.strides)
+
+
+def _residue(data: np.ndarray) -> int:
+    """How far behind a multiple of 16 an array would begin on a Mac, where memory begins at one: views do not."""
+    return (data.ctypes.data - _where_memory_begins()) % 16 if data.size else 0
+
+
+@functools.cache
+def _where_memory_begins() -> int:
+    """MLX's allocator on a CPU keeps a size in front of what it gives."""
+    fresh = mx.zeros(64) + 1
+    mx.eval(fresh)
+    return np.array(fresh, copy=False).ctypes.data % 16
 
 
 def _first(view: np.ndarray) -> np.ndarray:
@@ -117,7 +134,8 @@ def bind(
             facts |= {f"{parameter.name}_shape": shape, f"{parameter.name}_strides": strides}
             facts[f"{parameter.name}_ndim"] = len(shape)
             kind = WRITTEN if parameter.name in written else READ_ONLY
-            buffers.append(Buffer(parameter.name, kind, data, data.nbytes, array.dtype.size))
+            residue = _residue(data)
+            buffers.append(Buffer(parameter.name, kind, data, data.nbytes, array.dtype.size, residue))
     if pending:
         raise OptionError(f"kernel {name}: MLX bound {len(slots)} buffers, which leaves {len(pending)} inputs over")
     return buffers
@@ -151,9 +169,9 @@ def run_once(
 ) -> Result:
     """Run a dispatch in a new process. Seed 0 takes threads in order. Raises KernelFault."""
     job = {
-        "buffers": [(b.name, b.kind, b.size, b.granule, b.data is not None) for b in buffers],
+        "buffers": [(b.name, b.kind, b.size, b.granule, b.residue, b.data is not None) for b in buffers],
         "grid": recorded.grid, "threadgroup": geometry(name, recorded), "seed": seed, "poison": poison,
-        "seconds": seconds, "fibers": int(prepared.blocking), "alignment": 16,
+        "seconds": seconds, "fibers": int(prepared.blocking),
     }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="emulated-") as folder:
         file = Path(folder) / "job"

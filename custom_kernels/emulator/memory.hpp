@@ -84,13 +84,14 @@ void check_alignment(const Slot* slot, uint64_t address, uint32_t size, uint32_t
         (unsigned long long)(address - slot->begin), size, alignment);
   }
 }
-uint64_t map_slot(uint32_t index, uint64_t size, uint64_t alignment) {
-  const uint64_t bytes = (size + PAGE - 1) / PAGE * PAGE, start = base + index * slot_bytes + PAGE;
+// ``size`` bytes that begin ``residue`` bytes behind a multiple of ``alignment``, and end before a page that nobody may touch.
+uint64_t map_slot(uint32_t index, uint64_t size, uint64_t alignment, uint64_t residue) {
+  const uint64_t bytes = (size + alignment + PAGE - 1) / PAGE * PAGE, start = base + index * slot_bytes + PAGE;
   if (bytes + 2 * PAGE > slot_bytes) fault("memory", emu_site, self(), "\"bytes\":%llu", (unsigned long long)size);
   if (bytes && mprotect(reinterpret_cast<void*>(start), bytes, PROT_READ | PROT_WRITE)) {
     fault("memory", emu_site, self(), "\"bytes\":%llu", (unsigned long long)size);
   }
-  return (start + bytes - size) & ~(alignment - 1);
+  return ((start + bytes - size - residue) & ~(alignment - 1)) + residue;
 }
 
 void add_shadow(Slot& slot, uint64_t size) {
@@ -149,7 +150,7 @@ extern "C" uint64_t emu_threadgroup(uint32_t index, uint64_t size, uint32_t alig
       const unsigned long long total = size > MAX_THREADGROUP_BYTES ? size : threadgroup_bytes;
       fault("threadgroup_memory", emu_site, self(), "\"name\":\"%s\",\"bytes\":%llu", name, total);
     }
-    slot.begin = map_slot(MAX_BUFFERS + index, size, alignment < 16 ? 16 : alignment);
+    slot.begin = map_slot(MAX_BUFFERS + index, size, alignment < 16 ? 16 : alignment, 0);
     slot.end = slot.begin + size;
     slot.kind = THREADGROUP;
     slot.granule = granule;
@@ -160,10 +161,10 @@ extern "C" uint64_t emu_threadgroup(uint32_t index, uint64_t size, uint32_t alig
   return slot.begin;
 }
 
-// The memory of one buffer of ``size`` bytes, full of poison.
-extern "C" uint64_t emu_buffer(uint32_t kind, uint64_t size, uint32_t alignment, uint32_t granule, const char* name) {
+// The memory of one buffer of ``size`` bytes, full of poison, ``residue`` bytes behind a multiple of 16.
+extern "C" uint64_t emu_buffer(uint32_t kind, uint64_t size, uint32_t residue, uint32_t granule, const char* name) {
   Slot& slot = slots[slot_count];
-  slot.begin = map_slot(slot_count, size, alignment);
+  slot.begin = map_slot(slot_count, size, 16, residue);
   slot.end = slot.begin + size;
   slot.kind = Kind(kind);
   slot.granule = granule;

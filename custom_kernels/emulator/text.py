@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 from turbospark_mlx.errors import KernelFault
 
@@ -75,12 +76,13 @@ class Prepared:
     blocking: bool
 
 
-def tokens(text: str) -> list[Token]:
+@lru_cache(maxsize=256)
+def tokens(text: str) -> tuple[Token, ...]:
     found, line = [], 1
     for match in TOKEN.finditer(text):
         found.append(Token(match.lastgroup, match[0], line))
         line += match[0].count("\n")
-    return found
+    return tuple(found)
 
 
 def float_literals(text: str) -> str:

@@ -16,11 +16,11 @@ def main() -> None:
     with open(sys.argv[3], "rb") as file:
         job = json.loads(file.readline())
         buffers = job["buffers"]
-        runtime.emu_begin(ctypes.c_uint64(max(size for _, _, size, _, _ in buffers)), job["poison"], job["seconds"])
+        runtime.emu_begin(ctypes.c_uint64(max(size for _, _, size, _, _, _ in buffers)), job["poison"], job["seconds"])
         names, addresses = [], []
-        for name, kind, size, granule, filled in buffers:
+        for name, kind, size, granule, residue, filled in buffers:
             names.append(ctypes.c_char_p(name.encode()))
-            address = runtime.emu_buffer(kind, ctypes.c_uint64(size), job["alignment"], granule, names[-1])
+            address = runtime.emu_buffer(kind, ctypes.c_uint64(size), residue, granule, names[-1])
             addresses.append(address)
             if filled and size:
                 memory = (ctypes.c_char * size).from_address(address)
@@ -31,7 +31,7 @@ def main() -> None:
     runtime.emu_run(body, triple(*job["grid"]), triple(*job["threadgroup"]), seed, job["fibers"])
     missing = {}
     with open(sys.argv[3] + ".out", "wb") as file:
-        for i, (name, kind, size, _, _) in enumerate(buffers):
+        for i, (name, kind, size, *_) in enumerate(buffers):
             if kind:
                 first = ctypes.c_uint64()
                 count = runtime.emu_unwritten(i, ctypes.byref(first))

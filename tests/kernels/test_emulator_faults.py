@@ -1,6 +1,9 @@
 """Kernels with one fault each: the check that is meant for it says what is wrong, in which line and thread."""
 
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -193,6 +196,14 @@ def test_a_misaligned_vector():
     fault("alignment", I + "y[i] = ((const device float2*)(x + 1))[i / 4].x;", "aligned to 8")
 
 
+def test_a_vector_over_a_view_that_begins_between_vectors():
+    source = I + "y[i] = ((const device float4*)x)[i / 4].x;"
+    whole = mx.arange(68, dtype=mx.float32)
+    mx.eval(whole)
+    assert run(source, x=whole[4:])[0] == 4
+    fault("alignment", source, "aligned to 16", x=whole[1:65])
+
+
 def test_an_unwritten_output():
     fault(
         "unwritten",
@@ -377,3 +388,20 @@ def test_constants_of_the_program():
     header = "constant float TABLE[4] = {1.0f, 2.0f, 3.0f, 4.0f};\n"
     assert run(I + "y[i] = TABLE[i % 4];", header=header)[6] == 3
     fault("index", I + "y[i] = TABLE[i];", "element", header=header)
+
+
+def test_compiled_kernels_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("TURBOSPARK_HOME", str(tmp_path))
+    code = (
+        "import mlx.core as mx; mx.set_default_device(mx.cpu)\n"
+        "from tests.kernels.test_emulator_faults import I, run\n"
+        "assert run(I + 'y[i] = x[i] + 1;')[5] == 6"
+    )
+    made = []
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+        made.append(
+            {path: path.stat().st_mtime_ns for path in (tmp_path / "cache" / "kernels").iterdir() if path.is_file()}
+        )
+    assert made[0] == made[1]
+    assert {path.suffix for path in made[0]} == {".so", ".json", ".pch", ".h"}

@@ -42,21 +42,26 @@ def check(call, backend_call, arrays, *others):
 
 @pytest.fixture(scope="module")
 def calls():
-    """Each variant on the reference and on the host."""
-    device = mx.default_device()
-    mx.set_default_device(mx.cpu)
-    names = ["reference"] + (["host"] if compiler.candidates() else [])
-    made = [list(variants(backends.select(name))) for name in names]
-    mx.set_default_device(device)
-    return made
+    """``calls(name) -> (back end, its calls of all variants)``, made once: the arrays take a while."""
+    made = {}
+
+    def calls(name):
+        if name not in made:
+            backend = chosen(name)
+            made[name] = backend, list(variants(backend))
+        return made[name]
+
+    return calls
 
 
 @pytest.mark.parametrize("number", range(COUNT))
 @pytest.mark.parametrize("name", [EMULATED, METAL])
 def test_every_variant(calls, name, number):
-    backend = chosen(name)
-    function, arrays = next(call for i, call in enumerate(variants(backend)) if i == number)
-    check(calls[0][number][0], function, arrays, *(every[number][0] for every in calls[1:]))
+    backend, every = calls(name)
+    backend.counters.clear()
+    others = ["host"] if name == "emulated" and compiler.candidates() else []
+    definition, *more = (calls(other)[1][number][0] for other in ("reference", *others))
+    check(definition, *every[number], *more)
     assert {path for _, path in backend.counters} == {"kernel"}
 
 
