@@ -1,7 +1,8 @@
 """Products and look-ups with affine-quantized matrices.
 
 A matrix ``[N, K]`` is stored as MLX stores it: ``weight [N, K * bits / 32]`` uint32, values in little-endian bit order,
-and companions ``scales, biases [N, K / group_size]``; ``w = scale * q + bias``.
+and companions ``scales, biases [N, K / group_size]``; ``w = scale * q + bias``. On a GPU the words begin at a multiple
+of 16 bytes, as those of any array of its own and any slice of its rows do.
 """
 
 from __future__ import annotations

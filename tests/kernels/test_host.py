@@ -651,6 +651,17 @@ def test_qkv_append_writes_its_rows_and_no_others(backend, rng, batch, length, p
     assert oracle.relative_error(reference_q, np.array(q)) < 1e-5
 
 
+@pytest.mark.parametrize("bits", [3, 4, 8])
+def test_packed_words_may_begin_at_any_word(backend, rng, bits):
+    """As in old installs, whose tensors lie at multiples of 4 bytes."""
+    weight, scales, biases = oracle.random_affine(rng, 45, 96, bits, 32, mx.float16)
+    moved = mx.concatenate([mx.zeros((1,), mx.uint32), weight.reshape(-1)])
+    mx.eval(moved)
+    x, options = normal(rng, 1, 96), {"bits": bits, "group_size": 32, "backend": backend}
+    found = ck.affine_matmul(x, moved[1:].reshape(weight.shape), scales, biases, **options)
+    np.testing.assert_array_equal(found, ck.affine_matmul(x, weight, scales, biases, **options))
+
+
 @pytest.mark.parametrize(("position", "capacity"), [(0, 3), (5, 9), (11, 4), (40, 41)])
 @pytest.mark.parametrize("form", ["plain", "normed", "sinks"])
 def test_the_fused_launch_is_append_and_attention(backend, rng, position, capacity, form):
