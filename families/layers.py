@@ -244,12 +244,20 @@ def gelu_tanh(x: mx.array) -> mx.array:
 
 
 def plain_attention(
-    q: mx.array, k: mx.array, v: mx.array, *, scale: float, mask: str | None = None, window: int | None = None
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    *,
+    scale: float,
+    mask: str | None = None,
+    window: int | None = None,
+    sinks: mx.array | None = None,
 ) -> mx.array:
     """``custom_kernels.attention`` as one built-in of MLX, which has a gradient."""
     if window is not None and k.shape[2] > window:
         mask = causal_mask(q.shape[2], k.shape[2], window)
-    return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)
+    sinks = None if sinks is None else sinks.astype(q.dtype)
+    return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sinks)
 
 
 def project(linear: nn.Module, x: mx.array, *, norm: nn.Module | None = None, residual: mx.array | None = None):
@@ -380,7 +388,7 @@ class Builder:
 
     @property
     def attention(self) -> Callable[..., mx.array]:
-        """``attention(q, k, v, scale=, mask=, window=)``; see ``custom_kernels.attention``."""
+        """``attention(q, k, v, scale=, mask=, window=, sinks=)``; see ``custom_kernels.attention``."""
         return partial(attention, backend=self.backend) if self.fused else plain_attention
 
     def _stored(self, name: str) -> Format:

@@ -33,12 +33,15 @@ class RoutedPart:
 
     ``position`` counts the layers that have any. ``tensors`` are those of ``ExpertSpec.tensors`` that lie in it, one
     after the other along the rows, in equal shares: ``("gate",)``, or ``("gate", "up")`` where a checkpoint joins them.
-    ``expert`` is the one that it belongs to, or None where it holds all of them along its first axis.
+    ``expert`` is the one that it belongs to, or None where it holds all of them along its first axis. ``interleaved``
+    tensors take turns a row instead. ``transposed`` ones are ``[columns, rows]``.
     """
 
     position: int
     tensors: tuple[str, ...]
     expert: int | None = None
+    interleaved: bool = False
+    transposed: bool = False
 
 
 @dataclass(frozen=True)
