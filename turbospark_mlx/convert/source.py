@@ -21,14 +21,12 @@ import numpy as np
 
 from turbospark_mlx.convert.affine import dequantize_affine
 from turbospark_mlx.convert.floats import to_float32
-from turbospark_mlx.convert.mxfp4 import dequantize_mxfp4
 from turbospark_mlx.errors import ConvertError
 from turbospark_mlx.protocols import (
     AffineFormat,
     Dropped,
     Family,
     ModelConfig,
-    Mxfp4Format,
     PackedFormat,
     Placement,
 )
@@ -104,10 +102,8 @@ class Source:
         self.files.close()
 
 
-def values(stored: Rows, form: str | PackedFormat) -> np.ndarray:
-    """Stored rows as float32 values."""
-    if isinstance(form, Mxfp4Format):
-        return dequantize_mxfp4(*stored)
+def values(stored: np.ndarray | AffineRows, form: str | AffineFormat) -> np.ndarray:
+    """Stored rows as float32 values; MXFP4 is only ever copied."""
     if isinstance(form, AffineFormat):
         return dequantize_affine(
             *stored, bits=form.bits, group_size=form.group_size, companion_dtype=form.companion_dtype

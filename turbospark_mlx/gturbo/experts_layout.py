@@ -197,6 +197,8 @@ def _mxfp4(record: Record, tensor: ExpertTensor, tensors: Mapping[str, ExpertTen
         entry.fail("bits", f"is {entry.integer('bits')}; MXFP4 has {Mxfp4Format.bits}")
     _expect_size(entry, tensor.size, data)
     _expect_size(record.record(f"{role}_scales"), scales.size, exponents)
+    if scales.shape != (tensor.shape[0], tensor.shape[1] // Mxfp4Format.group_size):
+        record.fail(f"{role}_scales", f"has shape {list(scales.shape)}, which does not fit {list(tensor.shape)}")
     return ExpertTensor(role, tensor.offset, tensor.size, "mxfp4", tensor.shape, Mxfp4Format())
 
 
