@@ -29,8 +29,8 @@ class Recording:
     """A context manager that notes the launches of its thread's code, for `replay`."""
 
     def __init__(self, known: Iterable[mx.array], lent: Iterable[mx.array] = ()):
-        """``known`` and ``lent`` are evaluated arrays that stay where they are and may change. Those that are ``lent`` are
-        the caller's to keep, and can be replaced by `move`."""
+        """``known`` and ``lent`` are evaluated arrays that stay where they are and may change. Those that are ``lent``
+        are the caller's to keep, and can be replaced by `move`."""
         self._library, self._threads = host.runtime()
         self._kept: list[object] = []
         self._calls: list[ctypes.Array] = []
