@@ -26,7 +26,7 @@ class NotRecordable(TurbosparkError):
 
 
 class Recording:
-    """A context manager that notes the launches of its thread's code, for `replay`."""
+    """A context manager that notes the launches of its thread, for `replay`."""
 
     def __init__(self, known: Iterable[mx.array], lent: Iterable[mx.array] = ()):
         """``known`` and ``lent`` are evaluated arrays that stay where they are and may change. Those that are ``lent``
@@ -45,11 +45,11 @@ class Recording:
         self._result: np.ndarray | None = None
 
     def __enter__(self) -> Recording:
-        host.observers.append(self._note)
+        host.watch.observer = self._note
         return self
 
     def __exit__(self, *_: object) -> None:
-        host.observers.remove(self._note)
+        host.watch.observer = None
 
     def finish(self, result: mx.array) -> None:
         """Make ``result``, float32, what `replay` returns. Raises NotRecordable unless a kernel wrote it."""
