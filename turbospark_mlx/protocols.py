@@ -154,6 +154,11 @@ class LayerCache(Protocol):
         """What must be evaluated for this state to be complete; kernels may write into it later."""
         ...
 
+    def places(self, length: int) -> bool:
+        """Whether kernels may write ``length`` more tokens into this state themselves, which then also has ``place`` and
+        ``written`` (see ``cache.LinearKV``). A state that never allows it keeps decode steps from being recorded."""
+        ...
+
     def reusable(self, prefix_len: int) -> int:
         """The longest prefix, at most ``prefix_len``, that this state can go back to by itself."""
         ...

@@ -114,7 +114,7 @@ class DecodeStep:
         ``cache`` moves on by one token. Whoever catches an error trims it.
         """
         offset = cache[0].offset
-        if self._run is not None and all(layer.arrays for layer in cache):
+        if self._run is not None and all(layer.arrays and layer.places(1) for layer in cache):
             buffers = [layer.place(1) for layer in cache]
             try:
                 known = self._contents is not None and self._contents.unchanged()
@@ -148,7 +148,10 @@ class DecodeStep:
 
             self._compiled = mx.compile(step)
         tables = [mx.array(table) for table in self._tables(offset)]
-        return self._compiled(_ids(token), mx.array([offset], mx.int32), tables, buffers)
+        try:
+            return self._compiled(_ids(token), mx.array([offset], mx.int32), tables, buffers)
+        except (ValueError, RuntimeError) as error:
+            raise NotRecordable(f"it cannot be traced: {error}") from error
 
     def _run_recorded(self, token: int, offset: int, buffers: list[mx.array]) -> mx.array:
         tables = self._tables(offset)
