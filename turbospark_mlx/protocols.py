@@ -155,8 +155,8 @@ class LayerCache(Protocol):
         ...
 
     def places(self, length: int) -> bool:
-        """Whether kernels may write ``length`` more tokens into this state themselves, which then also has ``place`` and
-        ``written`` (see ``cache.LinearKV``). A state that never allows it keeps decode steps from being recorded."""
+        """Whether kernels may write ``length`` more tokens into this state themselves, which then has ``place`` and
+        ``written`` too (see ``cache.LinearKV``). A state that never allows it keeps steps from being recorded."""
         ...
 
     def reusable(self, prefix_len: int) -> int:
