@@ -278,8 +278,8 @@ def _raise_difference(name, library, output, buffers, one, other, first, run, se
         raise KernelFault(
             "uninitialized",
             f"kernel {name}, {faults.place(library.places[site])}, {faults.thread(who)}: takes the value of lane "
-            f"{lane}, which takes no part; element {element} of {output} depends on it, or on a variable that nothing "
-            "was written to",
+            f"{lane}, which takes no part; element {element} of {output} depends on it, or on a variable "
+            "that nothing was written to",
         )
     if np.array_equal(ordered.outputs[i], other):
         raise KernelFault(
