@@ -172,6 +172,11 @@ class LayerCache(Protocol):
         """What must be evaluated for this state to be complete; kernels may write into it later."""
         ...
 
+    def places(self, length: int) -> bool:
+        """Whether kernels may write ``length`` more tokens into this state themselves, which then has ``place`` and
+        ``written`` too (see ``cache.LinearKV``). A state that never allows it keeps steps from being recorded."""
+        ...
+
     def reusable(self, prefix_len: int) -> int:
         """The longest prefix, at most ``prefix_len``, that this state can go back to by itself."""
         ...
