@@ -224,10 +224,13 @@ class Experts(Protocol):
         a row. Returns what ``finish`` takes."""
         ...
 
-    def finish(self, pending: Any, x: Any, weights: Any, *, meanwhile: tuple[Any, ...] = ()) -> Any:
+    def finish(
+        self, pending: Any, x: Any, weights: Any, *, meanwhile: tuple[Any, ...] = (), residual: Any = None
+    ) -> Any:
         """``sum_k weights[:, k] * expert[indices[:, k]](x)``, added in the router's order: ``x [rows, hidden]``,
         ``weights [rows, top_k]`` float32 -> ``[rows, hidden]`` in the dtype of ``x``. ``meanwhile`` are arrays that the
-        layer built since ``begin``: they are set going before anything is waited for."""
+        layer built since ``begin``: they are set going before anything is waited for. ``residual``, like ``x``, is
+        added to the sum."""
         ...
 
 
