@@ -111,7 +111,7 @@ def _gemma4(kinds: str, **fields: Any) -> dict[str, Any]:
 
 
 def _deepseek(version: int, **fields: Any) -> dict[str, Any]:
-    """DeepSeek-V2-Lite or V3 in miniature. With 4 pairs and an original length of 64, YaRN keeps, blends and divides."""
+    """DeepSeek-V2-Lite or V3 in miniature. YaRN keeps some of the 4 pairs, blends and divides the others."""
     yarn = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 64, "beta_fast": 32, "beta_slow": 1}
     scaled = {**yarn, "mscale": 0.707, "mscale_all_dim": 0.707}
     config = {

@@ -8,7 +8,8 @@ from turbospark_mlx.families.deepseek2.config import BIASED, Deepseek2Config
 
 
 def route(logits: mx.array, bias: mx.array | None, config: Deepseek2Config) -> tuple[mx.array, mx.array]:
-    """The experts of each row of ``logits [rows, experts]``: indices and weights ``[rows, top_k]``, float32, best first.
+    """The experts of each row of ``logits [rows, experts]``: indices and weights ``[rows, top_k]``, float32, best
+    first.
 
     ``bias [experts]`` is added to scores for the choice alone, never to weights. Of equal scores the lower index comes
     first. With groups, only experts of the best ``topk_group`` groups can be chosen, however low their scores are; a

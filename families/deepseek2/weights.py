@@ -6,8 +6,8 @@ Spellings of one name, for example
     language_model.model.layers.3.self_attn.kv_a_proj.weight    install
 
 ``kv_b_proj`` has, for each head, the rows of its keys without a position and then those of its values. The shared
-experts are one block of their joint width. Routed experts are at ``mlp.switch_mlp`` as stacks, below ``mlp.experts`` one
-by one or with gate and up joined (see ``families.routed``).
+experts are one block of their joint width. Routed experts are at ``mlp.switch_mlp`` as stacks, below ``mlp.experts``
+one by one or with gate and up joined (see ``families.routed``).
 """
 
 from __future__ import annotations
@@ -47,12 +47,8 @@ def _block(path: str, hidden: int, wide: int) -> Iterator[tuple[str, tuple[int, 
 
 def _layer_shapes(config: Deepseek2Config, number: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     """``(checkpoint name, shape)`` of every tensor of one layer but those of routed experts."""
-    hidden, heads, latent, queries = (
-        config.hidden_size,
-        config.num_attention_heads,
-        config.kv_lora_rank,
-        config.q_lora_rank,
-    )
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    latent, queries = config.kv_lora_rank, config.q_lora_rank
     rows = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim)
     if queries is None:
         yield "self_attn.q_proj.weight", (rows, hidden)
