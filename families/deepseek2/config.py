@@ -105,10 +105,11 @@ class Deepseek2Config:
     @property
     def attention_scale(self) -> float:
         """What scores are multiplied by: YaRN's part goes by the square, because its paper scales q and k alike."""
-        width = self.qk_nope_head_dim + self.qk_rope_head_dim
+        scale = (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
         if not isinstance(self.rope_scaling, YarnScaling) or self.rope_scaling.factor <= 1:
-            return width**-0.5
-        return width**-0.5 * (0.1 * self.mscale_all_dim * math.log(self.rope_scaling.factor) + 1.0) ** 2
+            return scale
+        magnitude = 0.1 * self.mscale_all_dim * math.log(self.rope_scaling.factor) + 1.0
+        return scale * magnitude * magnitude
 
     def routed_layers(self) -> list[int]:
         """The layers that have routed experts, in order."""
