@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "llama.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SCRIPT = EXAMPLES / "llama.py"
+
+
+def run(script: str, *arguments: str, monkeypatch, capsys) -> str:
+    monkeypatch.setattr(sys, "argv", [script, *arguments])
+    runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+    return capsys.readouterr().out
 
 
 @pytest.mark.parametrize("variant", ["llama", "mistral"])
@@ -36,3 +43,9 @@ def test_a_reader_that_goes_away_is_no_error():
     finally:
         os.close(writer)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_streaming_changes_no_token(monkeypatch, capsys):
+    out = run("streaming.py", "--tokens", "8", monkeypatch=monkeypatch, capsys=capsys)
+    assert "5 ways, the same tokens" in out
+    assert out.count("% hits") == 4
