@@ -16,6 +16,7 @@ class _Deepseek2Family:
     config_from_hf = staticmethod(config.config_from_hf)
     config_from_manifest = staticmethod(config.config_from_manifest)
     hf_config_from_gguf = staticmethod(gguf.hf_config_from_gguf)
+    settle = staticmethod(weights.settle)
     place = staticmethod(weights.place)
     expected = staticmethod(weights.expected)
     experts = staticmethod(weights.experts)

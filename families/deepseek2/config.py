@@ -58,7 +58,9 @@ class Deepseek2Config:
     where that is None, from the hidden state. ``rope_interleave`` pairs neighbours, otherwise halves.
     ``mscale_all_dim`` is YaRN's, 0 for none: it sharpens scores. The first ``first_k_dense_replace`` layers, and those
     whose number is no multiple of ``moe_layer_freq``, have a dense block of ``intermediate_size``.
-    ``num_nextn_predict_layers`` layers behind the last one predict further tokens and are left out.
+    ``num_nextn_predict_layers`` layers behind the last one predict further tokens and are left out. ``split_kv_b`` says
+    that the matrix which makes keys and values of a latent is stored in two parts, as mlx-lm stores V3's: of this
+    config.json says nothing (see ``weights.settle``).
     """
 
     vocab_size: int
@@ -90,6 +92,7 @@ class Deepseek2Config:
     routed_scaling_factor: float
     num_nextn_predict_layers: int
     tie_word_embeddings: bool | None
+    split_kv_b: bool = False
 
     model_type = "deepseek2"
 
@@ -105,11 +108,10 @@ class Deepseek2Config:
     @property
     def attention_scale(self) -> float:
         """What scores are multiplied by: YaRN's part goes by the square, because its paper scales q and k alike."""
-        scale = (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
-        if not isinstance(self.rope_scaling, YarnScaling) or self.rope_scaling.factor <= 1:
-            return scale
-        magnitude = 0.1 * self.mscale_all_dim * math.log(self.rope_scaling.factor) + 1.0
-        return scale * magnitude * magnitude
+        magnitude = 1.0
+        if isinstance(self.rope_scaling, YarnScaling) and self.rope_scaling.factor > 1:
+            magnitude = 0.1 * self.mscale_all_dim * math.log(self.rope_scaling.factor) + 1.0
+        return magnitude * magnitude / math.sqrt(self.qk_nope_head_dim + self.qk_rope_head_dim)
 
     def routed_layers(self) -> list[int]:
         """The layers that have routed experts, in order."""
@@ -200,6 +202,7 @@ _ELDER_ASSUMPTION: dict[str, Any] = {
     "topk_group": 1,
     "norm_topk_prob": False,
     "num_nextn_predict_layers": 0,
+    "split_kv_b": False,
 }
 
 
@@ -368,6 +371,7 @@ def config_from_manifest(arch: Mapping[str, Any], extension: Mapping[str, Any]) 
             routed_scaling_factor=fields.number("routedScalingFactor", 1.0),
             num_nextn_predict_layers=more.size("num_nextn_predict_layers", least=0, most=MOST_LAYERS),
             tie_word_embeddings=fields.flag("tieWordEmbeddings"),
+            split_kv_b=more.flag("split_kv_b"),
         ),
     )
     if not math.isclose(fields.number("attentionScale"), config.attention_scale, rel_tol=1e-6):

@@ -86,7 +86,11 @@ class Attention(Module):
             self.q_a_layernorm = build.norm(f"{path}.q_a_layernorm", config.q_lora_rank, _LATENT_EPS)
             self.q_b_proj = build.linear(f"{path}.q_b_proj", config.q_lora_rank, rows)
         self.kv_a_layernorm = build.norm(f"{path}.kv_a_layernorm", self._latent, _LATENT_EPS)
-        self.kv_b_proj = build.linear(f"{path}.kv_b_proj", self._latent, self._heads * (self._nope + self._values))
+        if config.split_kv_b:
+            self.embed_q = build.linear(f"{path}.embed_q", self._nope, self._heads * self._latent)
+            self.unembed_out = build.linear(f"{path}.unembed_out", self._latent, self._heads * self._values)
+        else:
+            self.kv_b_proj = build.linear(f"{path}.kv_b_proj", self._latent, self._heads * (self._nope + self._values))
         self.o_proj = build.linear(f"{path}.o_proj", self._heads * self._values, hidden)
 
     def __call__(
@@ -132,14 +136,19 @@ class Attention(Module):
     def _attend(self, q: mx.array, turned: mx.array, rows: mx.array) -> mx.array:
         """``q [B, H, L, n]``, ``turned [B, H, L, r]`` over ``rows [B, 1, S, R + r]`` -> ``[B, H, L, v]``."""
         options = {"scale": self._scale, "mask": "causal" if q.shape[2] > 1 else None}
-        latents, linear, nope = rows[..., : self._latent], self.kv_b_proj, self._nope
-        if "weight" in linear:
-            q = per_head(linear, self._heads, slice(None, nope), q, transpose=False)
+        latents, heads, nope = rows[..., : self._latent], self._heads, self._nope
+        if "embed_q" in self:
+            q = per_head(self.embed_q, heads, slice(None), q, transpose=True)
             y = self._attention(mx.concatenate([q, turned], axis=-1), rows, latents, **options)
-            return per_head(linear, self._heads, slice(nope, None), y, transpose=True)
+            return per_head(self.unembed_out, heads, slice(None), y, transpose=True)
+        linear = self.kv_b_proj
+        if "weight" in linear:
+            q = per_head(linear, heads, slice(None, nope), q, transpose=False)
+            y = self._attention(mx.concatenate([q, turned], axis=-1), rows, latents, **options)
+            return per_head(linear, heads, slice(nope, None), y, transpose=True)
         B, _, S, _ = rows.shape
-        each = linear(latents[:, 0]).reshape(B, S, self._heads, -1).transpose(0, 2, 1, 3)
-        keys = mx.broadcast_to(rows[..., self._latent :], (B, self._heads, S, turned.shape[-1]))
+        each = linear(latents[:, 0]).reshape(B, S, heads, -1).transpose(0, 2, 1, 3)
+        keys = mx.broadcast_to(rows[..., self._latent :], (B, heads, S, turned.shape[-1]))
         keys = mx.concatenate([each[..., :nope], keys], axis=-1)
         return self._attention(mx.concatenate([q, turned], axis=-1), keys, each[..., nope:], **options)
 

@@ -5,7 +5,10 @@ Spellings of one name, for example
     model.layers.3.self_attn.kv_a_proj_with_mqa.weight          published checkpoint, mlx checkpoint, module parameter
     language_model.model.layers.3.self_attn.kv_a_proj.weight    install
 
-``kv_b_proj`` has, for each head, the rows of its keys without a position and then those of its values. The shared
+``kv_b_proj`` has, for each head, the rows of its keys without a position and then those of its values. mlx-lm splits
+V3's: ``embed_q [heads, latent, nope]`` is the first part, transposed, ``unembed_out [heads, values, latent]`` the
+second. Packed groups of the two run along different axes, so that one form cannot become the other without rounding
+again: an install has the checkpoint's, as matrices of all heads' rows. The shared
 experts are one block of their joint width. Routed experts are at ``mlp.switch_mlp`` as stacks, below ``mlp.experts``
 one by one or with gate and up joined (see ``families.routed``).
 """
@@ -14,6 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from turbospark_mlx.errors import ConvertError
 from turbospark_mlx.families import routed
@@ -58,8 +62,13 @@ def _layer_shapes(config: Deepseek2Config, number: int) -> Iterator[tuple[str, t
         yield "self_attn.q_b_proj.weight", (rows, queries)
     yield "self_attn.kv_a_proj_with_mqa.weight", (config.latent_size, hidden)
     yield "self_attn.kv_a_layernorm.weight", (latent,)
-    yield "self_attn.kv_b_proj.weight", (heads * (config.qk_nope_head_dim + config.v_head_dim), latent)
-    yield "self_attn.o_proj.weight", (hidden, heads * config.v_head_dim)
+    nope, values = config.qk_nope_head_dim, config.v_head_dim
+    if config.split_kv_b:
+        yield "self_attn.embed_q.weight", (heads * latent, nope)
+        yield "self_attn.unembed_out.weight", (heads * values, latent)
+    else:
+        yield "self_attn.kv_b_proj.weight", (heads * (nope + values), latent)
+    yield "self_attn.o_proj.weight", (hidden, heads * values)
     if number in config.routed_layers():
         yield "mlp.gate.weight", (config.n_routed_experts, hidden)
         if config.topk_method == BIASED:
@@ -99,6 +108,22 @@ def expected(config: Deepseek2Config) -> Mapping[str, tuple[int, ...]]:
     return {_installed(name): shape for name, shape in _checkpoint_shapes(config).items()}
 
 
+def settle(config: Deepseek2Config, shapes: Mapping[str, tuple[int, ...]]) -> Deepseek2Config:
+    """See ``protocols.Family``: whether ``kv_b_proj`` is split. Raises ConvertError for parts of other sizes."""
+    split = False
+    for name, shape in shapes.items():
+        found = re.fullmatch(r".*\.self_attn\.(embed_q|unembed_out)\.weight", name)
+        if found:
+            rows = config.kv_lora_rank if found[1] == "embed_q" else config.v_head_dim
+            if shape[:-1] != (config.num_attention_heads, rows) and len(shape) == 3:
+                raise ConvertError(
+                    f"checkpoint: tensor {name!r} is {list(shape)}; config.json calls for"
+                    f" {config.num_attention_heads} heads of {rows} rows."
+                )
+            split = True
+    return replace(config, split_kv_b=split)
+
+
 def place(checkpoint_name: str, config: Deepseek2Config) -> Placement | Dropped:
     """Where a checkpoint tensor goes; an install name maps to itself.
 
@@ -128,7 +153,12 @@ def place(checkpoint_name: str, config: Deepseek2Config) -> Placement | Dropped:
         position = config.routed_layers().index(number)
         if part := routed.part_of(f"{base}.switch_mlp", f"{base}.experts", name, position, spec):
             return routed.placement(PREFIX, part)
-    shapes = dict(_layer_shapes(config, number))
+    # Both forms of kv_b_proj have a place; which of them the model expects is settled by all names together.
+    shapes = {
+        name: shape
+        for split in (False, True)
+        for name, shape in _layer_shapes(replace(config, split_kv_b=split), number)
+    }
     if suffix not in shapes:
         raise ConvertError(
             f"checkpoint: tensor {checkpoint_name!r} has no place in a deepseek2 model with q_lora_rank"

@@ -77,7 +77,7 @@ class TestPublishedModels:
         """Scores by m squared, m = 0.1 mscale_all_dim ln 40 + 1; rotations not at all."""
         assert v2().attention_scale == pytest.approx(0.11472138679292612, rel=1e-14)
         assert v3().attention_scale == pytest.approx(0.1352337788608801, rel=1e-14)
-        assert v2(rope_scaling=None).attention_scale == 192**-0.5
+        assert v2(rope_scaling=None).attention_scale == pytest.approx(192**-0.5, rel=1e-14)
         assert attention_factor(v2().rope_scaling) == attention_factor(v3().rope_scaling) == 1.0
         assert (v2().kv_bytes(1, 2), v3().kv_bytes(1, 2)) == (31104, 70272)
         assert v2().shared_expert_intermediate_size == 2816
@@ -122,7 +122,7 @@ class TestSpellings:
         for alone in ({}, {"mscale": 1.0}, {"mscale": 1.0, "mscale_all_dim": 0}):
             config = v2(rope_scaling={**YARN, **alone})
             assert attention_factor(config.rope_scaling) == pytest.approx(m[0])
-            assert config.attention_scale == 192**-0.5
+            assert config.attention_scale == pytest.approx(192**-0.5, rel=1e-14)
 
     @pytest.mark.parametrize(
         ("base", "fields", "message"),
