@@ -16,6 +16,7 @@ import numpy as np
 
 from turbospark_mlx.cache import LatentKV
 from turbospark_mlx.custom_kernels import backends, rotate, rotations
+from turbospark_mlx.custom_kernels.affine import GPU_PRODUCT_COLUMNS
 from turbospark_mlx.families.deepseek2.config import BIASED, Deepseek2Config
 from turbospark_mlx.families.deepseek2.routing import route
 from turbospark_mlx.families.deepseek2.weights import expected, experts
@@ -46,18 +47,19 @@ class PartialRoPE(RoPE):
         return y if self._magnitude == 1.0 else y * self._magnitude
 
 
-def per_head(linear: nn.Module, heads: int, rows: slice, x: mx.array, *, transpose: bool) -> mx.array:
+def per_head(
+    linear: nn.Module, heads: int, rows: slice, x: mx.array, *, transpose: bool, backend: backends.Backend
+) -> mx.array:
     """Products with the ``rows`` that each head has in a matrix, as it is stored: ``x [B, H, L, K]`` times their
     transpose where ``transpose``, otherwise times themselves; in the dtype of ``x``."""
     parts = {name: linear[name] for name in ("weight", "scales", "biases") if name in linear}
     weight, *companions = (array.reshape(heads, -1, array.shape[-1])[:, rows] for array in parts.values())
     if companions:
-        y = mx.quantized_matmul(
-            x, weight, *companions, transpose=transpose, group_size=linear.group_size, bits=linear.bits
-        )
-    else:
-        y = x @ (weight.swapaxes(-1, -2) if transpose else weight)
-    return y.astype(x.dtype)
+        form = {"group_size": linear.group_size, "bits": linear.bits}
+        if backend.device == "cpu" or x.shape[-1] >= GPU_PRODUCT_COLUMNS:
+            return mx.quantized_matmul(x, weight, *companions, transpose=transpose, **form).astype(x.dtype)
+        weight = mx.dequantize(weight, *companions, **form).astype(x.dtype)
+    return (x @ (weight.swapaxes(-1, -2) if transpose else weight)).astype(x.dtype)
 
 
 class Attention(Module):
@@ -138,14 +140,14 @@ class Attention(Module):
         options = {"scale": self._scale, "mask": "causal" if q.shape[2] > 1 else None}
         latents, heads, nope = rows[..., : self._latent], self._heads, self._nope
         if "embed_q" in self:
-            q = per_head(self.embed_q, heads, slice(None), q, transpose=True)
+            q = per_head(self.embed_q, heads, slice(None), q, transpose=True, backend=self._backend)
             y = self._attention(mx.concatenate([q, turned], axis=-1), rows, latents, **options)
-            return per_head(self.unembed_out, heads, slice(None), y, transpose=True)
+            return per_head(self.unembed_out, heads, slice(None), y, transpose=True, backend=self._backend)
         linear = self.kv_b_proj
         if "weight" in linear:
-            q = per_head(linear, heads, slice(None, nope), q, transpose=False)
+            q = per_head(linear, heads, slice(None, nope), q, transpose=False, backend=self._backend)
             y = self._attention(mx.concatenate([q, turned], axis=-1), rows, latents, **options)
-            return per_head(linear, heads, slice(nope, None), y, transpose=True)
+            return per_head(linear, heads, slice(nope, None), y, transpose=True, backend=self._backend)
         B, _, S, _ = rows.shape
         each = linear(latents[:, 0]).reshape(B, S, heads, -1).transpose(0, 2, 1, 3)
         keys = mx.broadcast_to(rows[..., self._latent :], (B, heads, S, turned.shape[-1]))

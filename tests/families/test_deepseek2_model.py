@@ -1,5 +1,7 @@
 """DeepSeek's names, routing, latent attention and cache: what short random prompts hardly show of the model."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -10,6 +12,7 @@ from tests.families import reference_deepseek2
 from tests.families.models import build, config_of, model_of, weights_of
 from tests.families.oracles import PROMPT, assert_close, assert_exact
 from turbospark_mlx.cache import LatentKV
+from turbospark_mlx.custom_kernels import backends
 from turbospark_mlx.errors import ContextError, ConvertError
 from turbospark_mlx.families.deepseek2 import FAMILY
 from turbospark_mlx.families.deepseek2.model import per_head
@@ -174,9 +177,11 @@ def test_the_expanded_form_is_the_absorbed_one(variant, fused):
 
 @pytest.mark.parametrize(("bits", "group_size"), [(4, 64), (8, 32), (3, 64)])
 @pytest.mark.parametrize("length", [1, 5])
-def test_products_with_rows_of_a_packed_matrix(bits, group_size, length):
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_products_with_rows_of_a_packed_matrix(bits, group_size, length, device):
     """Heads own interleaved rows; those of keys are contracted along rows, those of values along columns."""
     heads, nope, values, rank = 3, 5, 7, 128
+    backend = replace(backends.select("reference"), device=device)
     rng = np.random.default_rng(bits)
     w = mx.array(rng.standard_normal((heads * (nope + values), rank)).astype(np.float32))
     linear = nn.QuantizedLinear(rank, w.shape[0], False, group_size, bits)
@@ -184,9 +189,11 @@ def test_products_with_rows_of_a_packed_matrix(bits, group_size, length):
     wide = mx.dequantize(linear.weight, linear.scales, linear.biases, group_size=group_size, bits=bits)
     each = np.array(wide, np.float64).reshape(heads, nope + values, rank)
     q, c = rng.standard_normal((2, heads, length, nope)), rng.standard_normal((2, heads, length, rank))
-    absorbed = per_head(linear, heads, slice(None, nope), mx.array(q.astype(np.float32)), transpose=False)
+    absorbed = per_head(
+        linear, heads, slice(None, nope), mx.array(q.astype(np.float32)), transpose=False, backend=backend
+    )
     np.testing.assert_allclose(absorbed, np.einsum("bhln,hnr->bhlr", q, each[:, :nope]), atol=3e-5)
-    found = per_head(linear, heads, slice(nope, None), mx.array(c.astype(np.float32)), transpose=True)
+    found = per_head(linear, heads, slice(nope, None), mx.array(c.astype(np.float32)), transpose=True, backend=backend)
     np.testing.assert_allclose(found, np.einsum("bhlr,hvr->bhlv", c, each[:, nope:]), atol=1e-4)
 
 
