@@ -49,3 +49,10 @@ def test_streaming_changes_no_token(monkeypatch, capsys):
     out = run("streaming.py", "--tokens", "8", monkeypatch=monkeypatch, capsys=capsys)
     assert "5 ways, the same tokens" in out
     assert out.count("% hits") == 4
+
+
+def test_latent_attention_in_both_forms(monkeypatch, capsys):
+    out = run("deepseek2.py", "--variant", "deepseek-v2", "--tokens", "8", monkeypatch=monkeypatch, capsys=capsys)
+    assert "a token leaves 72 numbers in each of 3 layers" in out
+    assert out.count("to experts of 2 groups in 4") == 2
+    assert "after a rollback the logits differ by 0" in out
