@@ -89,11 +89,19 @@ class ExpertBlob:
 class ExpertArena:
     """Blobs of experts of one layer: ``blobs[slot]`` is a flat view of bytes, wherever it lies.
 
-    GPUs need them in one array ``[slots, stride / 4]`` of uint32, of which ``blobs`` are the rows.
+    GPUs need them in one array ``[slots, stride / 4]`` of uint32, of which ``blobs`` are the rows, and so do the
+    kernels of a decode step on a CPU. There it may be a view of other memory, with more rows than slots: ``places`` are
+    then the rows where the slots begin.
     """
 
-    def __init__(self, blob: ExpertBlob, blobs: Sequence[np.ndarray], array: mx.array | None = None):
-        self.blob, self.blobs, self.array = blob, blobs, array
+    def __init__(
+        self,
+        blob: ExpertBlob,
+        blobs: Sequence[np.ndarray],
+        array: mx.array | np.ndarray | None = None,
+        places: np.ndarray | None = None,
+    ):
+        self.blob, self.blobs, self.array, self.places = blob, blobs, array, places
         self._views: dict[int, list[list[np.ndarray]]] = {}
 
     @classmethod

@@ -221,13 +221,15 @@ class AffineEmbedding(Module):
     def _parts(self) -> tuple[mx.array, mx.array, mx.array]:
         return self["weight"], self["scales"], self["biases"]
 
-    def __call__(self, ids: mx.array) -> mx.array:
+    def __call__(self, ids: mx.array, *, scale: float = 1.0) -> mx.array:
+        """Integer ids ``[...]`` -> ``scale`` times their rows ``[..., width]``."""
         return affine_embedding(
             ids,
             *self._parts(),
             bits=self.bits,
             group_size=self.group_size,
             dtype=self._dtype,
+            scale=scale,
             backend=self._backend,
         )
 
@@ -248,8 +250,8 @@ class RMSNorm(Module):
     def __call__(self, x: mx.array) -> mx.array:
         return rms_norm(x, self["weight"], eps=self.eps, backend=self._backend)
 
-    def add(self, residual: mx.array, x: mx.array, *, scale: mx.array | None = None) -> mx.array:
-        """``(residual + self(x)) * scale``, where ``scale`` is ``[1]``."""
+    def add(self, residual: mx.array, x: mx.array, *, scale: mx.array | float | None = None) -> mx.array:
+        """``(residual + self(x)) * scale``, where ``scale`` is ``[1]`` or a number."""
         return rms_norm_add(x, self["weight"], residual, eps=self.eps, scale=scale, backend=self._backend)
 
 
@@ -284,12 +286,17 @@ def project(linear: nn.Module, x: mx.array, *, norm: nn.Module | None = None, re
     return y if residual is None else residual + y
 
 
-def add_normed(residual: mx.array, norm: nn.Module, x: mx.array, *, scale: mx.array | None = None) -> mx.array:
-    """``(residual + norm(x)) * scale [1]``, as one operation where this package's modules allow it."""
+def scaled_rows(table: nn.Module, ids: mx.array, scale: float) -> mx.array:
+    """``table(ids) * scale``, as one operation where this package's modules allow it."""
+    return table(ids, scale=scale) if isinstance(table, AffineEmbedding) else table(ids) * scale
+
+
+def add_normed(residual: mx.array, norm: nn.Module, x: mx.array, *, scale: mx.array | float | None = None) -> mx.array:
+    """``(residual + norm(x)) * scale``, ``[1]`` or a number, as one operation where this package's modules allow it."""
     if isinstance(norm, RMSNorm):
         return norm.add(residual, x, scale=scale)
     y = residual + norm(x)
-    return y if scale is None else y * scale.astype(y.dtype)
+    return y if scale is None else y * (scale.astype(y.dtype) if isinstance(scale, mx.array) else scale)
 
 
 class RoPE:

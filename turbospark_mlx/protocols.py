@@ -129,6 +129,9 @@ class Family(Protocol):
         """A config.json dictionary with the same meaning as GGUF metadata. Raises ConvertError."""
         ...
 
+    # A family whose tensors say more than config.json has ``settle(config, shapes)`` besides: the configuration with
+    # what the shapes of a checkpoint's tensors, by name, decide.
+
     def place(self, checkpoint_name: str, config: ModelConfig) -> Placement | Dropped:
         """Where a checkpoint tensor goes. ``checkpoint_name`` is in the published or the mlx spelling, without the
         ``.scales`` / ``.biases`` companions. Idempotent: an install name maps to itself. A head beside a tied
@@ -242,10 +245,13 @@ class Experts(Protocol):
         a row. Returns what ``finish`` takes."""
         ...
 
-    def finish(self, pending: Any, x: Any, weights: Any, *, meanwhile: tuple[Any, ...] = ()) -> Any:
+    def finish(
+        self, pending: Any, x: Any, weights: Any, *, meanwhile: tuple[Any, ...] = (), residual: Any = None
+    ) -> Any:
         """``sum_k weights[:, k] * expert[indices[:, k]](x)``, added in the router's order: ``x [rows, hidden]``,
         ``weights [rows, top_k]`` float32 -> ``[rows, hidden]`` in the dtype of ``x``. ``meanwhile`` are arrays that the
-        layer built since ``begin``: they are set going before anything is waited for."""
+        layer built since ``begin``: they are set going before anything is waited for. ``residual``, like ``x``, is
+        added to the sum."""
         ...
 
 

@@ -36,10 +36,7 @@ def test_it_lists_the_variants(monkeypatch, capsys):
 
 @pytest.mark.parametrize("variant", ["gpt-oss", "gpt-oss-plain"])
 def test_gpt_oss_runs_on_a_tiny_model_that_it_makes(variant, monkeypatch, capsys):
-    script = SCRIPT.parent / "gpt_oss.py"
-    monkeypatch.setattr(sys, "argv", [str(script), "--variant", variant, "--tokens", "6"])
-    runpy.run_path(str(script), run_name="__main__")
-    out = capsys.readouterr().out
+    out = run("gpt_oss.py", "--variant", variant, "--tokens", "6", monkeypatch=monkeypatch, capsys=capsys)
     assert "sees the last 8" in out
     assert "sees all" in out
     assert "streamed logits differ by 0;" in out
@@ -60,3 +57,10 @@ def test_streaming_changes_no_token(monkeypatch, capsys):
     out = run("streaming.py", "--tokens", "8", monkeypatch=monkeypatch, capsys=capsys)
     assert "5 ways, the same tokens" in out
     assert out.count("% hits") == 4
+
+
+def test_latent_attention_in_both_forms(monkeypatch, capsys):
+    out = run("deepseek2.py", "--variant", "deepseek-v2", "--tokens", "8", monkeypatch=monkeypatch, capsys=capsys)
+    assert "a token leaves 72 numbers in each of 3 layers" in out
+    assert out.count("to experts of 2 groups in 4") == 2
+    assert "after a rollback the logits differ by 0" in out

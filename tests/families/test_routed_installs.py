@@ -17,8 +17,12 @@ from turbospark_mlx.gturbo import Install
 from turbospark_mlx.runner import Runner
 from turbospark_mlx.testing import make_tiny_install, tiny_config
 
-ROUTED = [("llama", "mixtral"), ("llama", "qwen3-moe-sums"), ("gemma4", "gemma4-moe"), ("gpt_oss", "gpt-oss")]
+ROUTED = [
+    *(("llama", "mixtral"), ("llama", "qwen3-moe-sums"), ("gemma4", "gemma4-moe"), ("deepseek2", "deepseek-v3")),
+    ("gpt_oss", "gpt-oss"),
+]
 EVERY = [*ROUTED, ("gemma4", "gemma4-dense"), ("gemma4", "gemma4-small"), ("gemma4", "gemma4-untied")]
+EVERY += [("deepseek2", "deepseek-v2-lite"), ("deepseek2", "deepseek-v2")]
 NUMPY = {"bfloat16": np.uint16, "float16": np.float16, "float32": np.float32}
 
 

@@ -110,6 +110,7 @@ def plan(source: Source, options: Options) -> Plan:
     made = Plan(dropped=dict(source.dropped))
     placed: dict[str, PlannedTensor] = {}
     pieces: dict[str, dict[int, SourceTensor]] = {}
+    expected = source.family.expected(source.config)
     for name, tensor in source.tensors.items():
         place = source.family.place(name, source.config)
         if isinstance(place, Dropped):
@@ -122,6 +123,7 @@ def plan(source: Source, options: Options) -> Plan:
         if place.name in placed:
             raise ConvertError(f"{tensor.where}: {placed[place.name].source.where} has the same place, {place.name}.")
         _check_format(tensor)
+        tensor = _flattened(tensor, expected.get(place.name))
         placed[place.name] = PlannedTensor(place.name, place.role, tensor, tensor.format)
     _check_complete(placed, pieces, source)
     _check_tied_head(placed, source, made.dropped)
@@ -129,7 +131,7 @@ def plan(source: Source, options: Options) -> Plan:
     formats = [tensor.target for tensor in placed.values()] + [parts[0].format for parts in pieces.values()]
     asked = _asked_format(options, any(isinstance(form, PackedFormat) for form in formats))
     made.experts = [[] for _ in source.family.experts(source.config)]
-    for name in source.family.expected(source.config):
+    for name in expected:
         place = source.family.place(name, source.config)
         first = placed[name].source if place.routed is None else pieces[name][0]
         target, reason = _target(place.role, first, asked, options.elder_compatible)
@@ -141,6 +143,11 @@ def plan(source: Source, options: Options) -> Plan:
         if reason:
             made.exceptions[name] = reason
     return made
+
+
+def _flattened(tensor: SourceTensor, shape: tuple[int, ...] | None) -> SourceTensor:
+    """A stack of matrices as the one matrix of their rows, where that is what an install has."""
+    return replace(tensor, shape=shape) if len(tensor.shape) == 3 and shape == (tensor.rows, tensor.columns) else tensor
 
 
 def _cut(tensor: SourceTensor, place: Placement, source: Source, pieces: dict[str, dict[int, SourceTensor]]) -> None:
