@@ -22,7 +22,7 @@ from turbospark_mlx.families.layers import DTYPES
 from turbospark_mlx.families.routed import parameter
 from turbospark_mlx.gturbo import Install, TensorEntry, experts_layout
 from turbospark_mlx.gturbo.experts_layout import ExpertTensor
-from turbospark_mlx.protocols import ExpertFactory, ExpertSpec, Family, ModelConfig
+from turbospark_mlx.protocols import ExpertFactory, ExpertSpec, Family, ModelConfig, Mxfp4Format
 
 Progress = Callable[[int, int], None]
 
@@ -124,8 +124,12 @@ def _check_experts(install: Install, specs: list[ExpertSpec]) -> None:
         where = f"{install.path}: {layer.file}"
         if len(layer.offsets) != spec.num_experts:
             raise InstallError(f"{where} has {len(layer.offsets)} experts; manifest.json calls for {spec.num_experts}.")
-        packed = {name for name, tensor in layer.tensors.items() if tensor.format}
-        companions = {f"{name}_{kind}" for name in packed for kind in _COMPANIONS}
+        companions = {
+            f"{name}_{kind}"
+            for name, tensor in layer.tensors.items()
+            for kind in (("scales",) if isinstance(tensor.format, Mxfp4Format) else _COMPANIONS)
+            if tensor.format
+        }
         if differing := sorted(spec.tensors.keys() ^ (layer.tensors.keys() - companions)):
             state = "lacks" if differing[0] in spec.tensors else "has a tensor that the model does not use:"
             raise InstallError(f"{where} {state} {differing[0]!r} of every expert. Convert the model again.")
@@ -196,4 +200,4 @@ def _read(
 
 def _widened(array: mx.array, dtype: mx.Dtype) -> mx.array:
     """Plain modules mix dtypes by promotion, and MLX's CPU products sum in the narrower one."""
-    return array if array.dtype in (mx.uint32, dtype) else array.astype(mx.float32)
+    return array if array.dtype in (mx.uint32, mx.uint8, dtype) else array.astype(mx.float32)

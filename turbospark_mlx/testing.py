@@ -147,6 +147,45 @@ def _deepseek(version: int, **fields: Any) -> dict[str, Any]:
     return {**config, **fields}
 
 
+_GPT_OSS_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 64,
+    "truncate": False,
+}
+
+
+def _gpt_oss(**fields: Any) -> dict[str, Any]:
+    config = {
+        "model_type": "gpt_oss",
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "attention_bias": True,
+        "rope_theta": 150000,
+        "rope_scaling": _GPT_OSS_YARN,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": WINDOW,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+        **fields,
+    }
+    if config["rope_scaling"] is None:
+        del config["rope_theta"], config["rope_scaling"]
+    return config
+
+
 # Scalings change only what lies past their original length, so that is 16 here and shows in short prompts.
 _VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "deepseek2": {
@@ -209,6 +248,25 @@ _VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
             attention_k_eq_v=False,
             hidden_size_per_layer_input=32,
             rope_parameters={**_GEMMA4_ROPE, "full_attention": {"rope_type": "default", "rope_theta": 5e5}},
+        ),
+    },
+    "gpt_oss": {
+        "gpt-oss": _gpt_oss(),
+        "gpt-oss-truncated": _gpt_oss(
+            num_attention_heads=6, num_key_value_heads=2, rope_scaling=_GPT_OSS_YARN | {"truncate": True}
+        ),
+        "gpt-oss-plain": _gpt_oss(
+            num_hidden_layers=3,
+            num_attention_heads=3,
+            num_key_value_heads=1,
+            layer_types=["full_attention", "full_attention", "sliding_attention"],
+            attention_bias=False,
+            tie_word_embeddings=True,
+            num_experts_per_tok=2,
+            swiglu_alpha=1.3,
+            swiglu_limit=0.75,
+            rope_scaling=None,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         ),
     },
     "llama": {
@@ -287,7 +345,7 @@ def tiny_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, np.ndarr
         place = family.place(name, parsed)
         assert isinstance(place, Placement)
         values = np.random.default_rng([seed, zlib.crc32(name.encode())]).standard_normal(shape)
-        if place.role != "vector":
+        if place.role != "vector" and not name.endswith(".bias"):
             values *= 0.15
         elif re.search(r"norm(_\d)?\.weight$|scale$|scalar$", name):
             values = 1 + 0.2 * values

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from tests.families import reference_deepseek2, reference_gemma4, reference_llama
+from tests.families import reference_deepseek2, reference_gemma4, reference_gpt_oss, reference_llama
 
 PROMPT = np.random.default_rng(11).integers(0, 320, 65).tolist()
 
@@ -39,6 +39,12 @@ FAMILIES = {
         mlx_lm=dict.fromkeys(("gemma4-moe", "gemma4-dense", "gemma4-small", "gemma4-untied"), "gemma4_text"),
         # The final norm divides the last layer's scalar out again.
         cancelled=lambda config: {f"model.layers.{config['text_config']['num_hidden_layers'] - 1}.layer_scalar"},
+    ),
+    "gpt_oss": Oracle(
+        reference=reference_gpt_oss.logits,
+        # Not here: mlx-lm always rounds the borders of YaRN's blend, and knows no biasless attention, no tied head and
+        # no other limit.
+        mlx_lm={"gpt-oss-truncated": "gpt_oss"},
     ),
     "llama": Oracle(
         reference=reference_llama.logits,
