@@ -114,6 +114,11 @@ class DecodeStep:
         ``cache`` moves on by one token. Whoever catches an error trims it.
         """
         offset = cache[0].offset
+        if self._run is not None and not all(layer.places(1) for layer in cache):
+            self._run, self.how = (
+                None,
+                "one operation after the other, because a recurrent state is not written in place",
+            )
         if self._run is not None and all(layer.arrays for layer in cache):
             buffers = [layer.place(1) for layer in cache]
             try:
