@@ -111,6 +111,9 @@ class Family(Protocol):
         """A config.json dictionary with the same meaning as GGUF metadata. Raises ConvertError."""
         ...
 
+    # A family whose tensors say more than config.json has ``settle(config, shapes)`` besides: the configuration with
+    # what the shapes of a checkpoint's tensors, by name, decide.
+
     def place(self, checkpoint_name: str, config: ModelConfig) -> Placement | Dropped:
         """Where a checkpoint tensor goes. ``checkpoint_name`` is in the published or the mlx spelling, without the
         ``.scales`` / ``.biases`` companions. Idempotent: an install name maps to itself. A head beside a tied

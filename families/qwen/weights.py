@@ -7,8 +7,8 @@ Spellings of one name, for example
     model.layers.3.mlp.up_proj.weight                   module parameter, and checkpoints of the text model alone
 
 Two layouts go together: published checkpoints have convolutions ``[channels, 1, taps]`` and norms less 1, those that
-mlx-lm saved have ``[channels, taps, 1]`` and norms as they are multiplied. (The norm inside recurrent layers is plain in
-both.) Convolutions are the same bytes either way, and an install keeps the shape, so that its tensors contradict a
+mlx-lm saved have ``[channels, taps, 1]`` and norms as they are multiplied. (The norm inside recurrent layers is plain
+in both.) Convolutions are the same bytes either way, and an install keeps the shape, so that its tensors contradict a
 configuration with the wrong ``centered_norms``.
 
 ``q_proj`` has the rows of each head's query and then those of its gate, head after head. Routed experts are at

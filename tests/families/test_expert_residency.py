@@ -23,7 +23,7 @@ def spec_of(family, variant):
     return next(iter(known.experts(config_of(family, variant)).values()), None)
 
 
-MIXTURES = [(family, v) for family in ("llama", "gemma4") for v in variants(family) if spec_of(family, v)]
+MIXTURES = [(family, v) for family in ("llama", "gemma4", "qwen") for v in variants(family) if spec_of(family, v)]
 PROMPT = np.random.default_rng(0).integers(0, 320, 21).tolist()
 
 

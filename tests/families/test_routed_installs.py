@@ -1,4 +1,4 @@
-"""Installs with routed experts, and of Gemma 4: converter, packed files, loader, logits."""
+"""Installs with routed experts, of Gemma 4 and of Qwen 3.5: converter, packed files, loader, logits."""
 
 import json
 import shutil
@@ -17,8 +17,12 @@ from turbospark_mlx.gturbo import Install
 from turbospark_mlx.runner import Runner
 from turbospark_mlx.testing import make_tiny_install, tiny_config
 
-ROUTED = [("llama", "mixtral"), ("llama", "qwen3-moe-sums"), ("gemma4", "gemma4-moe")]
-EVERY = [*ROUTED, ("gemma4", "gemma4-dense"), ("gemma4", "gemma4-small"), ("gemma4", "gemma4-untied")]
+ROUTED = [("llama", "mixtral"), ("llama", "qwen3-moe-sums"), ("gemma4", "gemma4-moe"), ("qwen", "qwen3.5-moe")]
+EVERY = [
+    *ROUTED,
+    *(("gemma4", variant) for variant in ("gemma4-dense", "gemma4-small", "gemma4-untied")),
+    *(("qwen", variant) for variant in ("qwen3.5", "qwen3.5-tied")),
+]
 NUMPY = {"bfloat16": np.uint16, "float16": np.float16, "float32": np.float32}
 
 
