@@ -230,7 +230,7 @@ _VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         },
     },
     "qwen": {
-        "qwen3.5": _qwen("lllf", num_attention_heads=6, linear_num_value_heads=6),
+        "qwen3.5": _qwen("llf", num_attention_heads=6, linear_num_value_heads=6),
         "qwen3.5-moe": _qwen("lf", experts=8),
         "qwen3.5-tied": _qwen(
             "lf",

@@ -62,16 +62,17 @@ def delta_chunks(
         return x.reshape(batch, count, size, *x.shape[2:]).transpose(0, 3, 4, 1, 2, 5)
 
     q, k, v = chunks(q[..., None, :]), chunks(k[..., None, :]), chunks(v)
-    total, b = mx.cumsum(chunks(log_decay[..., None]), axis=-2), chunks(strength[..., None])
+    log_decay, b = chunks(log_decay[..., None]), chunks(strength[..., None])
     row, column = mx.arange(size)[:, None], mx.arange(size)
-    # Masked before the exponential: above the diagonal it overflows.
-    decay = mx.exp(mx.where(row >= column, total - total.swapaxes(-1, -2), -mx.inf))
+    # Each sum is taken by itself: a difference of two sums from the beginning on would lose digits.
+    since = mx.cumsum(mx.where(row > column, log_decay, 0.0), axis=-2)
+    decay = mx.where(row >= column, mx.exp(since), 0.0)
     keys = k.swapaxes(-1, -2)
     inverse = _unit_lower_inverse(mx.where(row > column, b * (k @ keys) * decay, 0.0))
-    grown = mx.exp(total)
+    grown = mx.exp(mx.cumsum(log_decay, axis=-2))
     fresh, stale = inverse @ (b * v), inverse @ (b * grown * k)
     near, far = (q @ keys) * decay, q * grown
-    kept, whole = k * mx.exp(total[..., -1:, :] - total), grown[..., -1:, :]
+    kept, whole = k * decay[..., -1, :, None], grown[..., -1:, :]
     rows = []
     for n in range(count):
         before = state.swapaxes(-1, -2)

@@ -63,13 +63,13 @@ class RecurrentState:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """What must be evaluated for this state to be complete."""
-        return [array for array in self._now if array is not None]
+        """What must be evaluated for this state to be complete, which includes the states that are kept: until then
+        they hold all that they are computed from."""
+        return [array for _, arrays in self._points for array in arrays if array is not None]
 
     @property
     def nbytes(self) -> int:
-        """With the states that are kept."""
-        return sum(array.nbytes for _, arrays in self._points for array in arrays if array is not None)
+        return sum(array.nbytes for array in self.arrays)
 
     def empty(self) -> bool:
         return self.offset == 0
