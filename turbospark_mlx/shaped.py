@@ -244,7 +244,8 @@ def make_shaped_install(
 
     Weights are random, INT4 in groups of 64, or MXFP4 in the experts of gpt-oss; the tokenizer is the tiny one, so that
     answers are bytes. It takes the model's size on disk (14 GB for ``"gemma4-26b-a4b"``), a few hundred MB of memory,
-    and the time to write and hash it. Raises OptionError for an unknown name, ConvertError where the disk is too small or ``path`` is taken.
+    and the time to write and hash it. Raises OptionError for an unknown name, ConvertError where the disk is too small
+    or ``path`` is taken.
     """
     from turbospark_mlx.testing import tokenizer_files
 

@@ -85,16 +85,16 @@ class Mixture(Module):
         super().__init__()
         path = f"model.layers.{number}.mlp"
         spec = experts(config)[f"{path}.experts"]
-        self._top_k = spec.top_k
+        self._top_k, self._backend = spec.top_k, build.backend
         self.router = build.linear(f"{path}.router", spec.hidden, spec.num_experts, bias=True)
         self.experts = routed_experts(f"{path}.experts", number, spec, build)
 
     def __call__(self, x: mx.array, *, norm: nn.Module, residual: mx.array) -> mx.array:
         """``norm`` is applied to ``x`` before, ``residual`` is added after."""
         rows = norm(x).reshape(-1, x.shape[-1])
-        indices, weights = route(self.router(rows.astype(mx.float32)), self._top_k, normalize=True)
+        indices, weights = route(self.router, rows, self._top_k, normalize=True, backend=self._backend)
         pending = self.experts.begin(indices)
-        return residual + self.experts.finish(pending, rows, weights).reshape(x.shape)
+        return self.experts.finish(pending, rows, weights, residual=residual.reshape(rows.shape)).reshape(x.shape)
 
 
 class DecoderLayer(Module):
