@@ -47,8 +47,7 @@ def readable(blob: ExpertBlob) -> bool:
     ) and (gate.bias is None) == (up.bias is None)
     return (
         alike
-        and all(matrix.mode == "affine" and matrix.bits in BITS for matrix in blob.matrices)
-        and all(matrix.offset % ALIGNMENT == 0 for matrix in blob.matrices)
+        and all(m.mode == "affine" and m.bits in BITS and m.offset % ALIGNMENT == 0 for m in blob.matrices)
         and (blob.activation != "clamped_swiglu" or blob.alpha == ALPHA)
     )
 

@@ -110,7 +110,7 @@ class AffineLinear(Module):
             backend=self._backend,
         )
 
-    def gated(self, x: mx.array, *, norm: RMSNorm, activation: str = "silu") -> mx.array:
+    def gated(self, x: mx.array, *, norm: RMSNorm | None, activation: str = "silu") -> mx.array:
         """``activation(gate) * up``, where the first half of the rows is the gate's; without bias."""
         return gated_affine_matmul(
             x,
@@ -120,8 +120,8 @@ class AffineLinear(Module):
             bits=self.bits,
             group_size=self.group_size,
             activation=activation,
-            norm_weight=norm["weight"],
-            eps=norm.eps,
+            norm_weight=None if norm is None else norm["weight"],
+            eps=None if norm is None else norm.eps,
             backend=self._backend,
         )
 
@@ -241,6 +241,8 @@ class AffineEmbedding(Module):
 class RMSNorm(Module):
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last axis."""
 
+    centered = False
+
     def __init__(self, width: int, *, eps: float, stored: str, backend: Backend):
         super().__init__()
         self._backend = backend
@@ -248,11 +250,25 @@ class RMSNorm(Module):
         self.weight = mx.ones((width,), DTYPES[stored])
 
     def __call__(self, x: mx.array) -> mx.array:
-        return rms_norm(x, self["weight"], eps=self.eps, backend=self._backend)
+        return rms_norm(x, self["weight"], eps=self.eps, centered=self.centered, backend=self._backend)
 
     def add(self, residual: mx.array, x: mx.array, *, scale: mx.array | float | None = None) -> mx.array:
         """``(residual + self(x)) * scale``, where ``scale`` is ``[1]`` or a number."""
-        return rms_norm_add(x, self["weight"], residual, eps=self.eps, scale=scale, backend=self._backend)
+        options = {"eps": self.eps, "centered": self.centered, "scale": scale, "backend": self._backend}
+        return rms_norm_add(x, self["weight"], residual, **options)
+
+
+class CenteredRMSNorm(RMSNorm):
+    """``RMSNorm`` whose weight is stored less 1."""
+
+    centered = True
+
+
+class PlainCenteredRMSNorm(nn.RMSNorm):
+    """``CenteredRMSNorm`` with a gradient."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return mx.fast.rms_norm(x, 1 + self["weight"], self.eps)
 
 
 def gelu_tanh(x: mx.array) -> mx.array:
@@ -280,9 +296,11 @@ def plain_attention(
 
 def project(linear: nn.Module, x: mx.array, *, norm: nn.Module | None = None, residual: mx.array | None = None):
     """``linear(norm(x)) + residual``, as one operation where this package's modules allow it."""
-    if isinstance(linear, AffineLinear) and (norm is None or isinstance(norm, RMSNorm)):
+    if norm is not None and not (isinstance(linear, AffineLinear) and isinstance(norm, RMSNorm) and not norm.centered):
+        x, norm = norm(x), None
+    if isinstance(linear, AffineLinear):
         return linear(x, norm=norm, residual=residual)
-    y = linear(x if norm is None else norm(x))
+    y = linear(x)
     return y if residual is None else residual + y
 
 
@@ -468,15 +486,16 @@ class Builder:
         plain.weight = mx.zeros((rows, width), DTYPES[stored])
         return plain
 
-    def vector(self, path: str, width: int) -> mx.array:
-        """The parameter ``path [width]``."""
-        return mx.ones((width,), DTYPES[self._stored(path)])
+    def vector(self, path: str, *shape: int) -> mx.array:
+        """The parameter ``path [*shape]``."""
+        return mx.ones(shape, DTYPES[self._stored(path)])
 
-    def norm(self, path: str, width: int, eps: float) -> nn.Module:
-        """The norm with ``path.weight [width]``."""
+    def norm(self, path: str, width: int, eps: float, *, centered: bool = False) -> nn.Module:
+        """The norm with ``path.weight [width]``, which is stored less 1 where ``centered``."""
         stored = self._stored(f"{path}.weight")
         if self.fused:
-            return RMSNorm(width, eps=eps, stored=stored, backend=self.backend)
-        plain = nn.RMSNorm(width, eps=eps)
+            kind = CenteredRMSNorm if centered else RMSNorm
+            return kind(width, eps=eps, stored=stored, backend=self.backend)
+        plain = (PlainCenteredRMSNorm if centered else nn.RMSNorm)(width, eps=eps)
         plain.weight = mx.ones((width,), DTYPES[stored])
         return plain

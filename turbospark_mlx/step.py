@@ -115,7 +115,10 @@ class DecodeStep:
         ``cache`` moves on by one token. Whoever catches an error trims it.
         """
         offset = cache[0].offset
-        if self._run is not None and all(layer.arrays and layer.places(1) for layer in cache):
+        if self._run is not None and not all(layer.places(1) for layer in cache):
+            self._run = None
+            self.how = "one operation after the other, because a state is not written in place"
+        if self._run is not None and all(layer.arrays for layer in cache):
             buffers = [layer.place(1) for layer in cache]
             try:
                 known = self._contents is not None and self._contents.unchanged()

@@ -78,7 +78,7 @@ class Recorded:
         self.calls.append(indices.tolist())
         return indices
 
-    def finish(self, pending, x, weights, *, meanwhile=()):
+    def finish(self, pending, x, weights, *, meanwhile=(), residual=None):
         return x + (pending * weights).sum(axis=-1, keepdims=True)
 
 

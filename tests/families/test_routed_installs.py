@@ -1,4 +1,4 @@
-"""Installs with routed experts, and of Gemma 4: converter, packed files, loader, logits."""
+"""Installs with routed experts, of Gemma 4 and of Qwen 3.5: converter, packed files, loader, logits."""
 
 import json
 import shutil
@@ -18,11 +18,20 @@ from turbospark_mlx.runner import Runner
 from turbospark_mlx.testing import make_tiny_install, tiny_config
 
 ROUTED = [
-    *(("llama", "mixtral"), ("llama", "qwen3-moe-sums"), ("gemma4", "gemma4-moe"), ("deepseek2", "deepseek-v3")),
+    ("llama", "mixtral"),
+    ("llama", "qwen3-moe-sums"),
+    ("gemma4", "gemma4-moe"),
     ("gpt_oss", "gpt-oss"),
+    ("deepseek2", "deepseek-v3"),
+    ("qwen", "qwen3.5-moe"),
 ]
 EVERY = [*ROUTED, ("gemma4", "gemma4-dense"), ("gemma4", "gemma4-small"), ("gemma4", "gemma4-untied")]
-EVERY += [("deepseek2", "deepseek-v2-lite"), ("deepseek2", "deepseek-v2")]
+EVERY += [
+    ("deepseek2", "deepseek-v2-lite"),
+    ("deepseek2", "deepseek-v2"),
+    ("qwen", "qwen3.5"),
+    ("qwen", "qwen3.5-tied"),
+]
 NUMPY = {"bfloat16": np.uint16, "float16": np.float16, "float32": np.float32}
 
 
@@ -148,7 +157,7 @@ def test_a_factory_takes_the_place_of_the_stacks(install, family, variant):
         def begin(self, indices):
             return indices
 
-        def finish(self, pending, x, weights, *, meanwhile=()):
+        def finish(self, pending, x, weights, *, meanwhile=(), residual=None):
             return mx.zeros_like(x)
 
     def factory(position, spec):
