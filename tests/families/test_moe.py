@@ -79,7 +79,7 @@ class Recorded:
         return indices
 
     def finish(self, pending, x, weights, *, meanwhile=(), residual=None):
-        return x + (pending * weights).sum(axis=-1, keepdims=True)
+        return x + (pending * weights).sum(axis=-1, keepdims=True) + residual
 
 
 def test_a_factory_decides_where_experts_live():
