@@ -27,11 +27,11 @@ from turbospark_mlx.custom_kernels import (
 )
 from turbospark_mlx.custom_kernels.backends import Backend
 from turbospark_mlx.errors import OptionError
-from turbospark_mlx.protocols import AffineFormat, ExpertFactory, LayerCache
+from turbospark_mlx.protocols import AffineFormat, ExpertFactory, LayerCache, Mxfp4Format, PackedFormat
 
 DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
 
-Format = AffineFormat | str
+Format = PackedFormat | str
 """How a tensor is stored: packed, or plainly in a dtype of ``DTYPES``."""
 
 
@@ -168,6 +168,22 @@ class AffineStackedLinear(StackedLinear):
         )
 
 
+class Mxfp4StackedLinear(StackedLinear):
+    """``StackedLinear`` with MXFP4 matrices; ``scales`` are the exponents."""
+
+    def __init__(self, count: int, inputs: int, outputs: int, *, stored: Mxfp4Format, bias: str | None):
+        Module.__init__(self)
+        self.bits, self.group_size = stored.bits, stored.group_size
+        self.weight = mx.zeros((count, outputs, inputs * self.bits // 32), mx.uint32)
+        self.scales = mx.zeros((count, outputs, inputs // self.group_size), mx.uint8)
+        if bias:
+            self.bias = mx.zeros((count, outputs), DTYPES[bias])
+
+    def _product(self, x: mx.array, indices: mx.array) -> mx.array:
+        options = {"transpose": True, "group_size": self.group_size, "bits": self.bits, "mode": "mxfp4"}
+        return mx.gather_qmm(x, self["weight"], self["scales"], rhs_indices=indices, **options)
+
+
 class Embedding(Module):
     """Rows of a table, and products with it where the output head is tied."""
 
@@ -205,13 +221,15 @@ class AffineEmbedding(Module):
     def _parts(self) -> tuple[mx.array, mx.array, mx.array]:
         return self["weight"], self["scales"], self["biases"]
 
-    def __call__(self, ids: mx.array) -> mx.array:
+    def __call__(self, ids: mx.array, *, scale: float = 1.0) -> mx.array:
+        """Integer ids ``[...]`` -> ``scale`` times their rows ``[..., width]``."""
         return affine_embedding(
             ids,
             *self._parts(),
             bits=self.bits,
             group_size=self.group_size,
             dtype=self._dtype,
+            scale=scale,
             backend=self._backend,
         )
 
@@ -234,8 +252,8 @@ class RMSNorm(Module):
     def __call__(self, x: mx.array) -> mx.array:
         return rms_norm(x, self["weight"], eps=self.eps, centered=self.centered, backend=self._backend)
 
-    def add(self, residual: mx.array, x: mx.array, *, scale: mx.array | None = None) -> mx.array:
-        """``(residual + self(x)) * scale``, where ``scale`` is ``[1]``."""
+    def add(self, residual: mx.array, x: mx.array, *, scale: mx.array | float | None = None) -> mx.array:
+        """``(residual + self(x)) * scale``, where ``scale`` is ``[1]`` or a number."""
         options = {"eps": self.eps, "centered": self.centered, "scale": scale, "backend": self._backend}
         return rms_norm_add(x, self["weight"], residual, **options)
 
@@ -260,12 +278,20 @@ def gelu_tanh(x: mx.array) -> mx.array:
 
 
 def plain_attention(
-    q: mx.array, k: mx.array, v: mx.array, *, scale: float, mask: str | None = None, window: int | None = None
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    *,
+    scale: float,
+    mask: str | None = None,
+    window: int | None = None,
+    sinks: mx.array | None = None,
 ) -> mx.array:
     """``custom_kernels.attention`` as one built-in of MLX, which has a gradient."""
     if window is not None and k.shape[2] > window:
         mask = causal_mask(q.shape[2], k.shape[2], window)
-    return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)
+    sinks = None if sinks is None else sinks.astype(q.dtype)
+    return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sinks)
 
 
 def project(linear: nn.Module, x: mx.array, *, norm: nn.Module | None = None, residual: mx.array | None = None):
@@ -278,12 +304,17 @@ def project(linear: nn.Module, x: mx.array, *, norm: nn.Module | None = None, re
     return y if residual is None else residual + y
 
 
-def add_normed(residual: mx.array, norm: nn.Module, x: mx.array, *, scale: mx.array | None = None) -> mx.array:
-    """``(residual + norm(x)) * scale [1]``, as one operation where this package's modules allow it."""
+def scaled_rows(table: nn.Module, ids: mx.array, scale: float) -> mx.array:
+    """``table(ids) * scale``, as one operation where this package's modules allow it."""
+    return table(ids, scale=scale) if isinstance(table, AffineEmbedding) else table(ids) * scale
+
+
+def add_normed(residual: mx.array, norm: nn.Module, x: mx.array, *, scale: mx.array | float | None = None) -> mx.array:
+    """``(residual + norm(x)) * scale``, ``[1]`` or a number, as one operation where this package's modules allow it."""
     if isinstance(norm, RMSNorm):
         return norm.add(residual, x, scale=scale)
     y = residual + norm(x)
-    return y if scale is None else y * scale.astype(y.dtype)
+    return y if scale is None else y * (scale.astype(y.dtype) if isinstance(scale, mx.array) else scale)
 
 
 class RoPE:
@@ -400,7 +431,7 @@ class Builder:
 
     @property
     def attention(self) -> Callable[..., mx.array]:
-        """``attention(q, k, v, scale=, mask=, window=)``; see ``custom_kernels.attention``."""
+        """``attention(q, k, v, scale=, mask=, window=, sinks=)``; see ``custom_kernels.attention``."""
         return partial(attention, backend=self.backend) if self.fused else plain_attention
 
     def _stored(self, name: str) -> Format:
@@ -429,7 +460,8 @@ class Builder:
     def stacked(self, path: str, count: int, inputs: int, outputs: int, bias: bool) -> StackedLinear:
         """The matrices ``path.weight [count, outputs, inputs]``, with ``path.bias [count, outputs]`` where ``bias``."""
         stored = self._stored(f"{path}.weight")
-        kind = AffineStackedLinear if isinstance(stored, AffineFormat) else StackedLinear
+        kinds = {AffineFormat: AffineStackedLinear, Mxfp4Format: Mxfp4StackedLinear}
+        kind = kinds.get(type(stored), StackedLinear)
         return kind(count, inputs, outputs, stored=stored, bias=self._stored(f"{path}.bias") if bias else None)
 
     def projections(

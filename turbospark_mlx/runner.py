@@ -147,7 +147,7 @@ class Runner:
         if self.experts and prefill_chunk is None:
             self._chunk = min(self._chunk, self.experts.most_rows)
         chosen_on_host = self.experts is not None and self.experts.on_host
-        self._step = DecodeStep(model, fixed=not chosen_on_host)
+        self._step = DecodeStep(model, fixed=not chosen_on_host, arrays=self.experts.arrays if self.experts else ())
         self._looks_ahead = model.backend.device == "gpu" and not chosen_on_host
         self._ahead: _Begun | None = None
         self._last: _Begun | None = None
@@ -215,11 +215,13 @@ class Runner:
 
         lengths = [length for length in WARM_UP_ROWS if length <= self.max_context]
         with self.experts.idle() if self.experts and self.experts.on_host else nullcontext():
-            self.model.backend.rehearse(partial(run, length) for length in lengths)
-            for length in lengths:
-                caches = run(length)
-            for _ in range(min(STEPS_TO_SETTLE, self.max_context - caches[0].offset)):
-                mx.eval(self._step(0, caches))
+            if self.model.backend.rehearse is not None:
+                self.model.backend.rehearse(partial(run, length) for length in lengths)
+            else:
+                for length in lengths:
+                    caches = run(length)
+                for _ in range(min(STEPS_TO_SETTLE, self.max_context - caches[0].offset)):
+                    mx.eval(self._step(0, caches))
         if self.experts:
             self.experts.compile_kernels(WARM_UP_ROWS)
         self.model.backend.counters.clear()

@@ -88,7 +88,7 @@ class Mixture(Module):
         super().__init__()
         path, hidden = f"model.layers.{number}.mlp", config.hidden_size
         spec = experts(config)[f"{path}.switch_mlp"]
-        self._top_k = spec.top_k
+        self._top_k, self._backend = spec.top_k, build.backend
         self.gate = build.linear(f"{path}.gate", hidden, spec.num_experts)
         self.switch_mlp = routed_experts(f"{path}.switch_mlp", number, spec, build)
         wide = config.shared_expert_intermediate_size
@@ -98,7 +98,7 @@ class Mixture(Module):
     def __call__(self, x: mx.array, *, norm: nn.Module, residual: mx.array) -> mx.array:
         """``norm`` is applied to ``x`` before, ``residual`` is added after."""
         rows = norm(x).reshape(-1, x.shape[-1])
-        indices, weights = route(self.gate(rows.astype(mx.float32)), self._top_k, normalize=True)
+        indices, weights = route(self.gate, rows, self._top_k, normalize=True, backend=self._backend)
         pending = self.switch_mlp.begin(indices)
         shared = self.shared_expert(rows) * mx.sigmoid(self.shared_expert_gate(rows))
         routed = self.switch_mlp.finish(pending, rows, weights, meanwhile=(shared,))
