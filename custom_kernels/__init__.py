@@ -9,27 +9,34 @@ from turbospark_mlx.custom_kernels import (
     backends,
     decode_attention,
     dense,
+    expert_phases,
     experts_cpu,
+    gated,
     head,
     norm,
     rotary,
     rotation,
+    router,
 )
 from turbospark_mlx.custom_kernels.affine import affine_embedding, affine_matmul, gated_affine_matmul
 from turbospark_mlx.custom_kernels.append_attention import APPEND_ATTENTION, append_attention
 from turbospark_mlx.custom_kernels.dense import dense_matmul
 from turbospark_mlx.custom_kernels.emulator import emulate
 from turbospark_mlx.custom_kernels.expert_arena import BlobMatrix, ExpertArena, ExpertBlob
+from turbospark_mlx.custom_kernels.expert_phases import moe_phase1_gate_up_act, moe_phase2_down_reduce
 from turbospark_mlx.custom_kernels.experts import Mixture, expert_mixture
+from turbospark_mlx.custom_kernels.gated import gated_product
 from turbospark_mlx.custom_kernels.head import greedy_head
 from turbospark_mlx.custom_kernels.norm import add_rms_norm, gated_rms_norm, rms_norm, rms_norm_add
 from turbospark_mlx.custom_kernels.rotary import appends, qkv_append, qkv_epilogue, rotation_table
 from turbospark_mlx.custom_kernels.rotation import rotate, rotations
+from turbospark_mlx.custom_kernels.router import router_topk_select
 from turbospark_mlx.custom_kernels.sdpa import attention, cache_attention
 
 OPS = (
     affine.AFFINE_MATMUL,
     affine.GATED_AFFINE_MATMUL,
+    gated.GATED_PRODUCT,
     affine.AFFINE_EMBEDDING,
     dense.DENSE_MATMUL,
     head.GREEDY_HEAD,
@@ -42,6 +49,9 @@ OPS = (
     rotation.ROTATE,
     decode_attention.ATTENTION,
     APPEND_ATTENTION,
+    router.ROUTER_TOPK_SELECT,
+    expert_phases.MOE_PHASE1,
+    expert_phases.MOE_PHASE2,
     experts_cpu.EXPERT_MIXTURE,
 )
 """Every op, as what `backends.Backend.counters` counts: its kernels, and when they are taken."""
@@ -64,8 +74,11 @@ __all__ = [
     "emulate",
     "expert_mixture",
     "gated_affine_matmul",
+    "gated_product",
     "gated_rms_norm",
     "greedy_head",
+    "moe_phase1_gate_up_act",
+    "moe_phase2_down_reduce",
     "qkv_append",
     "qkv_epilogue",
     "rms_norm",
@@ -73,4 +86,5 @@ __all__ = [
     "rotate",
     "rotation_table",
     "rotations",
+    "router_topk_select",
 ]

@@ -265,10 +265,7 @@ def gated_affine_matmul(
     )
     if weight.shape[0] % 2:
         raise OptionError(f"gated_affine_matmul: {weight.shape[0]} rows cannot be as many gate rows as up rows")
-    if activation not in gemv.ACTIVATIONS:
-        raise OptionError(f"gated_affine_matmul: activation {activation!r} is not one of {', '.join(gemv.ACTIVATIONS)}")
-    if (activation == "clamped_swiglu") != (limit is not None):
-        raise OptionError(f"gated_affine_matmul: limit is {limit}; clamped_swiglu needs one, and the others have none")
+    gemv.check_activation(GATED_AFFINE_MATMUL.name, activation, limit)
     if x.size == 0:
         return mx.zeros((*x.shape[:-1], weight.shape[0] // 2), dtype=x.dtype)
     options = {"bits": bits, "group_size": group_size, "bias": bias, "norm_weight": norm_weight}
@@ -280,10 +277,12 @@ def gated_affine_matmul(
     return gate(both, activation, limit).astype(x.dtype)
 
 
-def affine_embedding_reference(ids, weight, scales, biases, *, bits: int, group_size: int, dtype) -> mx.array:
+def affine_embedding_reference(
+    ids, weight, scales, biases, *, bits: int, group_size: int, dtype, scale: float = 1.0
+) -> mx.array:
     """Definition of `affine_embedding`."""
     s, b = scales[ids].astype(mx.float32), biases[ids].astype(mx.float32)
-    return mx.dequantize(weight[ids], s, b, group_size=group_size, bits=bits).astype(dtype)
+    return (mx.dequantize(weight[ids], s, b, group_size=group_size, bits=bits) * scale).astype(dtype)
 
 
 def affine_embedding(
@@ -295,9 +294,10 @@ def affine_embedding(
     bits: int,
     group_size: int,
     dtype: mx.Dtype,
+    scale: float = 1.0,
     backend: Backend,
 ) -> mx.array:
-    """Rows ``ids`` of an affine-quantized matrix: integer ``ids [...]`` -> ``[..., K]`` in ``dtype``.
+    """``scale`` times rows ``ids`` of an affine-quantized matrix: integer ``ids [...]`` -> ``[..., K]`` in ``dtype``.
 
     MLX does not check ids. On a CPU they are checked here and OptionError is raised; on a GPU the check would wait for
     the device, so the caller checks ids that come from outside.
@@ -325,7 +325,9 @@ def affine_embedding(
     flat = ids.astype(mx.int32).reshape(-1)
     if weight.size >= 8 and AFFINE_EMBEDDING.serves(backend, dtype):
         backend.count(AFFINE_EMBEDDING.name, "kernel")
-        call = lookup.plan(backend.name, ids.shape, weight.shape[0], columns, bits, group_size, scales.dtype, dtype)
+        sizes = (weight.shape[0], columns, bits, group_size)
+        call = lookup.plan(backend.name, ids.shape, *sizes, scales.dtype, dtype, scale)
         return backend.launch(call, (flat, weight, scales, biases))[0]
     backend.count(AFFINE_EMBEDDING.name, "mlx")
-    return affine_embedding_reference(ids, weight, scales, biases, bits=bits, group_size=group_size, dtype=dtype)
+    options = {"bits": bits, "group_size": group_size, "dtype": dtype, "scale": scale}
+    return affine_embedding_reference(ids, weight, scales, biases, **options)

@@ -13,6 +13,7 @@ from turbospark_mlx.custom_kernels.backends import Backend
 from turbospark_mlx.custom_kernels.backends.host import thread_count
 from turbospark_mlx.custom_kernels.backends.kernel import SIMD_WIDTH, Kernel, Launch, float_bits
 from turbospark_mlx.custom_kernels.backends.op import Op
+from turbospark_mlx.errors import OptionError
 
 KERNEL = Kernel(
     "dequant_gemv_simd",
@@ -37,6 +38,14 @@ PRODUCTS_PER_GROUP = 1 << 16
 def serves(op: Op, x: mx.array, weight: mx.array, backend: Backend) -> bool:
     """Whether the kernel takes this product. Metal gives arrays under eight elements another address space."""
     return weight.size >= 8 and op.serves(backend, x.dtype, rows=x.size // x.shape[-1])
+
+
+def check_activation(op: str, activation: str, limit: float | None) -> None:
+    """Raise OptionError for an activation that does not exist, or whose limit is missing or too much."""
+    if activation not in ACTIVATIONS:
+        raise OptionError(f"{op}: activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")
+    if (activation == "clamped_swiglu") != (limit is not None):
+        raise OptionError(f"{op}: limit is {limit}; clamped_swiglu needs one, and the others have none")
 
 
 class Form(NamedTuple):

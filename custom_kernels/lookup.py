@@ -7,7 +7,7 @@ from math import prod
 
 import mlx.core as mx
 
-from turbospark_mlx.custom_kernels.backends.kernel import Kernel, Launch
+from turbospark_mlx.custom_kernels.backends.kernel import Kernel, Launch, float_bits
 
 KERNEL = Kernel(
     "embed_lookup",
@@ -28,12 +28,22 @@ def plan(
     group_size: int,
     companion: mx.Dtype,
     dtype: mx.Dtype,
+    scale: float = 1.0,
 ) -> Launch:
-    """The launch for flat int32 ids whose rows make ``[*shape, columns]``; ``rows`` are those of the table."""
+    """The launch for flat int32 ids whose rows, times ``scale``, make ``[*shape, columns]``; ``rows`` are those of the
+    table."""
     count = prod(shape)
     return Launch(
         KERNEL,
-        template=(("T", dtype), ("S", companion), ("V", rows), ("K", columns), ("BITS", bits), ("GROUP", group_size)),
+        template=(
+            ("T", dtype),
+            ("S", companion),
+            ("V", rows),
+            ("K", columns),
+            ("BITS", bits),
+            ("GROUP", group_size),
+            ("SCALE_BITS", float_bits(scale)),
+        ),
         groups=(min(count, -(-count * columns // VALUES_PER_GROUP)) if backend == "host" else count, 1),
         simdgroups=1 if backend == "host" else min(8, -(-columns // 1024)),
         input_dtypes=(mx.int32, mx.uint32, companion, companion),

@@ -48,7 +48,9 @@ def gated_rms_norm_reference(x, gate, weight, *, eps: float, activation: Activat
 def rms_norm_add_reference(x, weight, residual, *, eps: float, centered: bool = False, scale=None) -> mx.array:
     """Definition of `rms_norm_add`."""
     wide = rms_norm_reference(x.astype(mx.float32), weight, eps=eps, centered=centered) + residual.astype(mx.float32)
-    return (wide if scale is None else wide * scale.astype(mx.float32)).astype(residual.dtype)
+    if isinstance(scale, mx.array):
+        scale = scale.astype(mx.float32)
+    return (wide if scale is None else wide * scale).astype(residual.dtype)
 
 
 def add_rms_norm_reference(x, residual, weight, *, eps: float, centered: bool = False) -> tuple[mx.array, mx.array]:
@@ -97,13 +99,15 @@ def plan(
 def _run(x, weight, *, eps: float, centered=False, gate=None, activation=0, residual=None, scale=None, backend):
     """``rms_norm`` with all that it can do."""
     dtype = x.dtype if residual is None else residual.dtype
-    given = (x, weight, gate, residual, scale)
+    number = isinstance(scale, float)
+    given = (x, weight, gate, residual, None if number else scale)
     parameters = (
         ("WEIGHTS", 0 if weight is None else weight.size // x.shape[-1]),
         ("CENTERED", centered),
         ("GATE", activation),
         ("RESIDUAL", residual is not None),
-        ("SCALED", scale is not None),
+        ("SCALED", 2 if number else 0 if scale is None else 1),
+        ("FACTOR_BITS", float_bits(scale if number else 1.0)),
     )
     dtypes = tuple(None if a is None else a.dtype for a in given)
     return backend.launch(plan(backend.name, NORM, x.shape, eps, parameters, dtypes, (("O", dtype),)), given)[0]
@@ -167,16 +171,16 @@ def rms_norm_add(
     *,
     eps: float,
     centered: bool = False,
-    scale: mx.array | None = None,
+    scale: mx.array | float | None = None,
     backend: Backend,
 ) -> mx.array:
     """``(residual + rms_norm(x, weight)) * scale``: a norm after a sublayer, and its way into the residual stream.
 
-    ``x``, ``residual [..., D]``, ``scale [1]`` or None -> the dtype of ``residual``. Raises OptionError for parts that
-    do not fit.
+    ``x``, ``residual [..., D]``, ``scale [1]`` or a float or None -> the dtype of ``residual``. Raises OptionError for
+    parts that do not fit.
     """
     _check("rms_norm_add", x, weight, residual=residual)
-    if scale is not None and scale.shape != (1,):
+    if isinstance(scale, mx.array) and scale.shape != (1,):
         raise OptionError(f"rms_norm_add: scale is {list(scale.shape)}; it must be [1]")
     if x.size == 0:
         return residual

@@ -9,21 +9,21 @@ from __future__ import annotations
 import mlx.core as mx
 import mlx.nn as nn
 
-from turbospark_mlx.families.layers import Builder, Module, gelu_tanh
+from turbospark_mlx.custom_kernels import router_topk_select
+from turbospark_mlx.custom_kernels.backends import Backend
+from turbospark_mlx.families.layers import Builder, Linear, Module, gelu_tanh
 from turbospark_mlx.protocols import Experts, ExpertSpec
 
 
-def route(logits: mx.array, top_k: int, *, normalize: bool) -> tuple[mx.array, mx.array]:
-    """The ``top_k`` largest of ``logits [rows, experts]``: indices and weights ``[rows, top_k]``, float32, best first.
-
-    Of equal logits the lower index comes first. Weights are the softmax over all experts; with ``normalize`` they are
-    divided by their sum, which is the softmax over the chosen ones.
-    """
-    logits = logits.astype(mx.float32)
-    indices = mx.stop_gradient(mx.argsort(-logits, axis=-1)[:, :top_k])
-    if normalize:
-        return indices, mx.softmax(mx.take_along_axis(logits, indices, axis=-1), axis=-1)
-    return indices, mx.take_along_axis(mx.softmax(logits, axis=-1), indices, axis=-1)
+def route(
+    router: nn.Module, x: mx.array, top_k: int, *, normalize: bool, backend: Backend, **around: object
+) -> tuple[mx.array, mx.array]:
+    """The experts that ``router``, a matrix, chooses for ``x [rows, hidden]``, with logits in float32; see
+    `router_topk_select` for what can stand ``around``, and for what it returns."""
+    x, options = x.astype(mx.float32), {"top_k": top_k, "normalize": normalize, "backend": backend, **around}
+    if isinstance(router, Linear):
+        return router_topk_select(x, router["weight"], bias=router.get("bias"), **options)
+    return router_topk_select(router(x), **options)
 
 
 def activate(spec: ExpertSpec, gate: mx.array, up: mx.array) -> mx.array:
@@ -50,13 +50,20 @@ class StackedExperts(Module):
         return indices
 
     def finish(
-        self, pending: mx.array, x: mx.array, weights: mx.array, *, meanwhile: tuple[mx.array, ...] = ()
+        self,
+        pending: mx.array,
+        x: mx.array,
+        weights: mx.array,
+        *,
+        meanwhile: tuple[mx.array, ...] = (),
+        residual: mx.array | None = None,
     ) -> mx.array:
         """See ``protocols.Experts``. Nothing is waited for here."""
         each = x[:, None, None]
         hidden = activate(self._spec, self.gate_proj(each, pending), self.up_proj(each, pending))
         y = self.down_proj(hidden, pending).squeeze(-2).astype(mx.float32)
-        return (y * weights[..., None]).sum(axis=-2).astype(x.dtype)
+        total = (y * weights[..., None]).sum(axis=-2)
+        return (total if residual is None else total + residual.astype(mx.float32)).astype(x.dtype)
 
 
 def routed_experts(path: str, position: int, spec: ExpertSpec, build: Builder) -> Experts:
@@ -71,14 +78,14 @@ class SparseMoe(Module):
     def __init__(self, path: str, position: int, spec: ExpertSpec, *, normalize: bool, build: Builder):
         """``normalize`` is ``route``'s; ``position`` counts the layers that have experts."""
         super().__init__()
-        self._top_k, self._normalize = spec.top_k, normalize
+        self._top_k, self._normalize, self._backend = spec.top_k, normalize, build.backend
         self.gate = build.linear(f"{path}.gate", spec.hidden, spec.num_experts)
         self.switch_mlp = routed_experts(f"{path}.switch_mlp", position, spec, build)
 
     def __call__(self, x: mx.array, *, norm: nn.Module | None = None, residual: mx.array | None = None) -> mx.array:
         """``norm`` is applied to ``x`` before, ``residual`` is added after."""
         rows = (x if norm is None else norm(x)).reshape(-1, x.shape[-1])
-        indices, weights = route(self.gate(rows.astype(mx.float32)), self._top_k, normalize=self._normalize)
+        added = None if residual is None else residual.reshape(rows.shape)
+        indices, weights = route(self.gate, rows, self._top_k, normalize=self._normalize, backend=self._backend)
         pending = self.switch_mlp.begin(indices)
-        y = self.switch_mlp.finish(pending, rows, weights).reshape(x.shape)
-        return y if residual is None else residual + y
+        return self.switch_mlp.finish(pending, rows, weights, residual=added).reshape(x.shape)

@@ -147,7 +147,7 @@ class Runner:
         if self.experts and prefill_chunk is None:
             self._chunk = min(self._chunk, self.experts.most_rows)
         chosen_on_host = self.experts is not None and self.experts.on_host
-        self._step = DecodeStep(model, fixed=not chosen_on_host)
+        self._step = DecodeStep(model, fixed=not chosen_on_host, arrays=self.experts.arrays if self.experts else ())
         self._looks_ahead = model.backend.device == "gpu" and not chosen_on_host
         self._ahead: _Begun | None = None
         self._last: _Begun | None = None

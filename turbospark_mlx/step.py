@@ -89,9 +89,10 @@ class _Contents:
 class DecodeStep:
     """Runs one token at a time through ``model``; ``how`` says in a few words in which way."""
 
-    def __init__(self, model: nn.Module, *, fixed: bool = True):
-        """``fixed`` says that the operations of a step do not depend on what it computes."""
-        self._model = model
+    def __init__(self, model: nn.Module, *, fixed: bool = True, arrays: Sequence[mx.array] = ()):
+        """``fixed`` says that the operations of a step do not depend on what it computes. ``arrays`` are what they read
+        beside the model's parameters."""
+        self._model, self._arrays = model, arrays
         backend: Backend = model.backend
         self._ropes: list[RoPE] | None = None
         self._run: Callable[[mx.array | int, int, list[mx.array]], mx.array] | None = None
@@ -114,6 +115,9 @@ class DecodeStep:
         ``cache`` moves on by one token. Whoever catches an error trims it.
         """
         offset = cache[0].offset
+        if self._run is not None and not all(layer.places(1) for layer in cache):
+            self._run = None
+            self.how = "one operation after the other, because a state is not written in place"
         if self._run is not None and all(layer.arrays for layer in cache):
             buffers = [layer.place(1) for layer in cache]
             try:
@@ -148,12 +152,15 @@ class DecodeStep:
 
             self._compiled = mx.compile(step)
         tables = [mx.array(table) for table in self._tables(offset)]
-        return self._compiled(_ids(token), mx.array([offset], mx.int32), tables, buffers)
+        try:
+            return self._compiled(_ids(token), mx.array([offset], mx.int32), tables, buffers)
+        except (ValueError, RuntimeError) as error:
+            raise NotRecordable(f"it cannot be traced: {error}") from error
 
     def _run_recorded(self, token: int, offset: int, buffers: list[mx.array]) -> mx.array:
         tables = self._tables(offset)
         if self._recorded is None or not self._recorded.moved_to(buffers):
-            self._recorded = _Recorded(self._model, self._ropes, (token, offset, tables), buffers)
+            self._recorded = _Recorded(self._model, self._arrays, self._ropes, (token, offset, tables), buffers)
             return self._recorded.logits
         return self._recorded(token, offset, tables)
 
@@ -166,7 +173,12 @@ class _Recorded:
     """The kernels of one step over certain buffers, and the memory through which they are told what is new."""
 
     def __init__(
-        self, model: nn.Module, ropes: list[RoPE], first: tuple[int, int, list[np.ndarray]], buffers: list[mx.array]
+        self,
+        model: nn.Module,
+        arrays: Sequence[mx.array],
+        ropes: list[RoPE],
+        first: tuple[int, int, list[np.ndarray]],
+        buffers: list[mx.array],
     ):
         self._buffers = buffers
         self._inputs = [mx.zeros((1, 1), mx.int32), mx.zeros((1,), mx.int32), *map(mx.array, first[2])]
@@ -175,7 +187,7 @@ class _Recorded:
         self._tell(*first)
         ids, start, *rotations = self._inputs
         positions = _StepPositions(start, dict(zip(ropes, rotations, strict=True)))
-        known = [*self._inputs, *(array for _, array in tree_flatten(model.parameters()))]
+        known = [*self._inputs, *arrays, *(array for _, array in tree_flatten(model.parameters()))]
         with Recording(known, buffers) as self._recording:
             self._recording.finish(_logits(model, ids, [_PlacedState(buffer) for buffer in buffers], positions))
 

@@ -154,9 +154,10 @@ def rehearse(passes: Iterable[Callable[[], object]]) -> None:
             each()
     finally:
         watch.calls = None
-    texts = {source_text(call): call.kernel.name for call in calls}
+    different = dict.fromkeys(calls)
+    texts = {source_text(call): call.kernel.name for call in different}
     compiler.build_all(texts, _chosen()[0], thread_count())
-    for call in calls:
+    for call in different:
         prepared(call)
 
 

@@ -17,6 +17,10 @@ METAL_FUNC Partial add_products(Eight a, Eight b, Partial sum) {
   return sum + a * b;
 }
 
+METAL_FUNC Partial add_eight(Eight a, Partial sum) {
+  return sum + a;
+}
+
 METAL_FUNC float max_abs(Eight, float most) {
   return most;
 }

@@ -39,6 +39,14 @@ METAL_FUNC Partial add_products(Eight a, Eight b, Partial sum) {
   return sum;
 }
 
+METAL_FUNC Partial add_eight(Eight a, Partial sum) {
+  UNROLL
+  for (int i = 0; i < 8; ++i) {
+    sum += a.values[i];
+  }
+  return sum;
+}
+
 METAL_FUNC float max_abs(Eight a, float most) {
   UNROLL
   for (int i = 0; i < 8; ++i) {

@@ -1,6 +1,7 @@
-    // Rows ids [COUNT] of an affine-quantized table [V, K]: out [COUNT, K] = scale * q + bias. Threadgroups share the rows
+    // Rows ids [COUNT] of an affine-quantized table [V, K]: out [COUNT, K] = (scale * q + bias) * SCALE. Threadgroups share the rows
     // out among themselves and their threads the blocks of a row. An id outside the table reads its nearest row.
     constexpr uint BLOCKS = K / 32;
+    const float scale = as_type<float>(SCALE_BITS);
     const uint self = simdgroup_index_in_threadgroup * SIMD_WIDTH + thread_index_in_simdgroup;
     const uint threads = simdgroups_per_threadgroup * SIMD_WIDTH;
     const uint count = ids_shape[0];
@@ -12,7 +13,7 @@
         UNROLL
         for (uint j = 0; j < 4; ++j) {
           const Eight weights = unpack_chunk<BITS>(from.words, j);
-          store_eight(out + row * K + block * 32 + j * 8, weights, float(from.scale), float(from.offset));
+          store_eight(out + row * K + block * 32 + j * 8, weights, float(from.scale) * scale, float(from.offset) * scale);
         }
       }
     }

@@ -2,7 +2,7 @@
     //   WEIGHTS   0: none; otherwise times weight [WEIGHTS, D], whose rows follow those of x in turn
     //   CENTERED  weight is stored less 1
     //   GATE      1: times silu(gate); 2: times sigmoid(gate), with gate like x
-    //   RESIDUAL  y += residual;   SCALED  y *= scale[0] at last
+    //   RESIDUAL  y += residual;   SCALED  1: y *= scale[0] at last; 2: y *= FACTOR at last
     // With SHARED a threadgroup takes one row at a time, otherwise each of its simdgroups does.
     threadgroup float square_sums[MAX_SIMDGROUPS];
     const uint lane = thread_index_in_simdgroup, simd = simdgroup_index_in_threadgroup;
@@ -36,8 +36,8 @@
         if (RESIDUAL) {
           value += float(residual[row * D + i]);
         }
-        if (SCALED) {
-          value *= float(scale[0]);
+        if (SCALED > 0) {
+          value *= SCALED == 1 ? float(scale[0]) : as_type<float>(FACTOR_BITS);
         }
         y[row * D + i] = O(value);
       }

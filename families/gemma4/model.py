@@ -18,7 +18,15 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from turbospark_mlx.cache import LinearKV, RingKV
-from turbospark_mlx.custom_kernels import appends, backends, cache_attention, qkv_append, qkv_epilogue, rms_norm
+from turbospark_mlx.custom_kernels import (
+    appends,
+    backends,
+    cache_attention,
+    gated_product,
+    qkv_append,
+    qkv_epilogue,
+    rms_norm,
+)
 from turbospark_mlx.errors import OptionError
 from turbospark_mlx.families.gemma4.config import FULL, SLIDING, Gemma4Config
 from turbospark_mlx.families.gemma4.weights import expected, experts
@@ -34,6 +42,7 @@ from turbospark_mlx.families.layers import (
     add_normed,
     gelu_tanh,
     project,
+    scaled_rows,
 )
 from turbospark_mlx.families.moe import route, routed_experts
 from turbospark_mlx.protocols import ExpertFactory
@@ -171,10 +180,9 @@ class Router(Module):
 
     def __call__(self, x: mx.array) -> tuple[mx.array, mx.array]:
         """``x [rows, hidden]`` -> indices and float32 weights ``[rows, top_k]``."""
-        scale = self["scale"].astype(mx.float32) * self._root
-        normed = rms_norm(x.astype(mx.float32), scale, eps=self._eps, backend=self._backend)
-        indices, weights = route(self.proj(normed), self._top_k, normalize=True)
-        return indices, weights * self["per_expert_scale"].astype(mx.float32)[indices]
+        normed = rms_norm(x.astype(mx.float32), self["scale"], eps=self._eps, backend=self._backend)
+        around = {"logit_scale": self._root, "expert_scale": self["per_expert_scale"]}
+        return route(self.proj, normed, self._top_k, normalize=True, **around, backend=self._backend)
 
 
 class Experts(Module):
@@ -190,7 +198,7 @@ class DecoderLayer(Module):
     def __init__(self, config: Gemma4Config, number: int, rope: RoPE, build: Builder):
         super().__init__()
         path, hidden = f"model.layers.{number}", config.hidden_size
-        self.kv_source = config.kv_source(number)
+        self.kv_source, self._backend = config.kv_source(number), build.backend
         self.self_attn = Attention(config, number, rope, build)
         self.mlp = FeedForward(config, number, build)
         norms = [
@@ -228,7 +236,8 @@ class DecoderLayer(Module):
         if layer_input is None:
             return add_normed(x, self.post_feedforward_layernorm, y, scale=self["layer_scalar"]), shared
         x = add_normed(x, self.post_feedforward_layernorm, y)
-        y = self.per_layer_projection(gelu_tanh(self.per_layer_input_gate(x)) * layer_input)
+        gate = self.per_layer_input_gate(x)
+        y = self.per_layer_projection(gated_product(gate, layer_input, activation="gelu_tanh", backend=self._backend))
         return add_normed(x, self.post_per_layer_input_norm, y, scale=self["layer_scalar"]), shared
 
     def mixture(self, x: mx.array) -> mx.array:
@@ -259,7 +268,9 @@ class Decoder(Module):
             self.per_layer_model_projection = build.linear(
                 "model.per_layer_model_projection", config.hidden_size, every
             )
-            self.per_layer_projection_norm = build.norm("model.per_layer_projection_norm", each, config.rms_norm_eps)
+            # The published model divides the projection by sqrt(hidden) before this norm, which is to multiply eps.
+            eps = config.rms_norm_eps * config.hidden_size
+            self.per_layer_projection_norm = build.norm("model.per_layer_projection_norm", each, eps)
         self.layers = [
             DecoderLayer(config, number, rope[kind], build) for number, kind in enumerate(config.layer_types)
         ]
@@ -276,9 +287,9 @@ class Decoder(Module):
                 "input_embeddings: this model looks up an input for every layer by token id. Give tokens beside them."
             )
         shape = (*x.shape[:2], -1, each)
-        known = self.embed_tokens_per_layer(tokens).reshape(shape) * each**0.5
-        projected = (self.per_layer_model_projection(x) * self._config.hidden_size**-0.5).reshape(shape)
-        return (self.per_layer_projection_norm(projected) + known) * 2**-0.5
+        known = scaled_rows(self.embed_tokens_per_layer, tokens, each**0.5).reshape(shape)
+        projected = self.per_layer_model_projection(x).reshape(shape)
+        return add_normed(known, self.per_layer_projection_norm, projected, scale=2**-0.5)
 
 
 class Model(Module):
@@ -325,8 +336,11 @@ class Model(Module):
         """Normalised last hidden states ``[B, L, hidden]`` of ``tokens [B, L]``, or of ``input_embeddings`` instead,
         as the embedding gives them, before they are scaled. ``positions`` are those after what ``cache`` holds, or from
         0 on. Raises OptionError where ids are needed beside embeddings."""
-        x = self.model.embed_tokens(tokens) if input_embeddings is None else input_embeddings
-        x = x.astype(self.dtype) * self.args.hidden_size**0.5
+        root = self.args.hidden_size**0.5
+        if input_embeddings is None:
+            x = scaled_rows(self.model.embed_tokens, tokens, root).astype(self.dtype)
+        else:
+            x = input_embeddings.astype(self.dtype) * root
         inputs = self.model.layer_inputs(tokens, x)
         positions = positions or Positions.after(cache[0] if cache else None, x.shape[1])
         visible = []

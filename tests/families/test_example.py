@@ -1,4 +1,4 @@
-"""The example script runs as it stands."""
+"""The example scripts run as they stand."""
 
 import os
 import runpy
@@ -32,6 +32,17 @@ def test_it_lists_the_variants(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--variant", "list"])
     runpy.run_path(str(SCRIPT), run_name="__main__")
     assert "mistral-mixed" in capsys.readouterr().out.split()
+
+
+@pytest.mark.parametrize("variant", ["gpt-oss", "gpt-oss-plain"])
+def test_gpt_oss_runs_on_a_tiny_model_that_it_makes(variant, monkeypatch, capsys):
+    script = SCRIPT.parent / "gpt_oss.py"
+    monkeypatch.setattr(sys, "argv", [str(script), "--variant", variant, "--tokens", "6"])
+    runpy.run_path(str(script), run_name="__main__")
+    out = capsys.readouterr().out
+    assert "sees the last 8" in out
+    assert "sees all" in out
+    assert "streamed logits differ by 0;" in out
 
 
 def test_a_reader_that_goes_away_is_no_error():

@@ -6,43 +6,12 @@ import pytest
 
 from turbospark_mlx.custom_kernels import backends
 from turbospark_mlx.families.layers import Builder, gelu_tanh
-from turbospark_mlx.families.moe import SparseMoe, StackedExperts, route
+from turbospark_mlx.families.moe import SparseMoe, StackedExperts
 from turbospark_mlx.protocols import AffineFormat, ExpertSpec
 
 
 def build(**options):
     return Builder(backends.select("reference"), mx.float32, **options)
-
-
-def test_routing_by_hand():
-    """exp of the logits is 1, 4, 2, 4, 1: of the two 4s the lower index comes first."""
-    logits = mx.log(mx.array([[1.0, 4.0, 2.0, 4.0, 1.0]]))
-    indices, weights = route(logits, 3, normalize=True)
-    assert indices.tolist() == [[1, 3, 2]]
-    np.testing.assert_allclose(weights, [[0.4, 0.4, 0.2]], rtol=1e-6)
-    _, weights = route(logits, 3, normalize=False)
-    np.testing.assert_allclose(weights, [[4 / 12, 4 / 12, 2 / 12]], rtol=1e-6)
-    assert weights.dtype == mx.float32
-
-
-@pytest.mark.parametrize("experts", [3, 128, 512])
-def test_ties_go_to_the_lower_index(experts):
-    """Also far apart, and for every row."""
-    rows = np.random.default_rng(0).integers(0, 3, (7, experts)).astype(np.float32)
-    expected = [sorted(range(experts), key=lambda e, row=row: (-row[e], e))[:3] for row in rows]
-    assert route(mx.array(rows), 3, normalize=True)[0].tolist() == expected
-
-
-def test_large_logits_do_not_overflow():
-    for normalize in (True, False):
-        _, weights = route(mx.array([[1000.0, -1000.0, 999.0]]), 2, normalize=normalize)
-        np.testing.assert_allclose(weights, [[0.7310586, 0.2689414]], rtol=1e-5)
-
-
-def test_routing_is_in_float32_whatever_the_logits_are():
-    """Two experts whose logits half precision would make equal."""
-    logits = mx.array([[1.0, 1.0 + 2**-12]])
-    assert route(logits, 1, normalize=True)[0].tolist() == [[1]]
 
 
 def test_gelu_by_hand():

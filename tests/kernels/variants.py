@@ -66,12 +66,18 @@ def attend(backend, heads, kv_heads, length, keys, head_dim, value_dim, dtype, k
     return call, arrays
 
 
-def look_up(backend, count, bits, group_size, dtype):
+def gated(backend, shape, activation, dtype):
+    options = {"activation": activation} | ({"limit": 0.5} if activation == "clamped_swiglu" else {})
+    arrays = [normal(*shape, dtype=dtype), normal(*shape, dtype=mx.float32)]
+    return partial(ck.gated_product, **options, backend=backend), arrays
+
+
+def look_up(backend, count, bits, group_size, dtype, **more):
     ids = mx.array(np.random.default_rng(count).integers(0, 500, (1, count), dtype=np.uint32))
     arrays = [ids, *packed(500, 128, bits, group_size, mx.bfloat16)]
 
     def call(ids, *matrix):
-        options = {"bits": bits, "group_size": group_size, "dtype": dtype}
+        options = {"bits": bits, "group_size": group_size, "dtype": dtype} | more
         return ck.affine_embedding(ids, *matrix, **options, backend=backend)
 
     return call, arrays
@@ -125,7 +131,8 @@ def norms(backend, shape, dtype, weight_dtype):
     def scaled(x, weight, stream, scale):
         return ck.rms_norm_add(x, weight, stream, scale=scale, **options)
 
-    yield scaled, [x, weight, stream, mx.ones((1,), weight_dtype)]
+    yield scaled, [x, weight, stream, mx.full((1,), 0.75, weight_dtype)]
+    yield partial(ck.rms_norm_add, scale=0.375, **options), [x, weight, stream]
 
 
 def step(backend, length, capacity, start, head_dim, dtype, *, window=None, normed=False, sinks=False):
@@ -157,6 +164,70 @@ def rotate(backend, shape, pairs, dtype, **options):
     return partial(ck.rotate, **options, backend=backend), arrays
 
 
+def router(backend, rows, hidden, experts, top_k, dtype, weights, *, normalize, arounds=False, **options):
+    """Logits alone where there is no ``hidden``, a matrix of ``weights`` otherwise; with what can stand around them."""
+    optional = {"weight": normal(experts, hidden, dtype=weights)} if hidden else {}
+    if arounds:
+        optional |= {"bias": normal(experts, dtype=weights), "expert_scale": normal(experts, dtype=weights)}
+
+    def call(x, *rest):
+        named = dict(zip(optional, rest, strict=True)) | options
+        return ck.router_topk_select(x, top_k=top_k, normalize=normalize, **named, backend=backend)
+
+    return call, [normal(rows, hidden or experts, dtype=dtype), *optional.values()]
+
+
+def experts(count, hidden, intermediate, stored, companions, activation, *, biased=False):
+    """The kind of experts, and ``count`` of them in one array; ``stored`` is (bits, group) of gate and up, and of down.
+    Each blob has a gap, and begins with one."""
+    rng, offset, parts = np.random.default_rng((count, hidden, intermediate)), 48, []
+
+    def place(array):
+        nonlocal offset
+        offset = -(-offset // 16) * 16
+        parts.append((offset, np.array(array.view(mx.uint8)).reshape(count, -1)))
+        offset += parts[-1][1].shape[1]
+        return parts[-1][0]
+
+    def matrix(rows, columns, bits, group_size):
+        words, scales, biases = packed(count * rows, columns, bits, group_size, companions)
+        places = {"offset": place(words), "scales": place(scales), "biases": place(biases)}
+        if biased:
+            values = mx.array(rng.normal(size=(count, rows)).astype(np.float32)).astype(mx.float16)
+            places |= {"bias": place(values), "bias_dtype": mx.float16}
+        return ck.BlobMatrix(rows, columns, dtype=companions, bits=bits, group_size=group_size, **places)
+
+    gate, up = (matrix(intermediate, hidden, *stored[0]) for _ in range(2))
+    blob = ck.ExpertBlob(gate, up, matrix(hidden, intermediate, *stored[1]), activation, 1.702, 7.0)
+    blobs = np.full((count, -(-offset // 64) * 64), 255, np.uint8)
+    for start, array in parts:
+        blobs[:, start : start + array.shape[1]] = array
+    return blob, mx.array(blobs.view(np.uint32))
+
+
+def phases(backend, rows, top_k, dtype, kind, *, residual=False):
+    """Both halves of the experts of a decode step; ``kind`` is what `experts` gives."""
+    blob, blobs = kind
+    chosen = [np.random.default_rng(row).permutation(len(blobs))[:top_k] for row in range(rows)]
+    slots = mx.array(np.array(chosen, np.int32))
+    hidden, intermediate = blob.gate.columns, blob.down.columns
+    weights = mx.softmax(normal(rows, top_k), axis=-1)
+    added = [normal(rows, hidden, dtype=dtype)] * residual
+
+    def first(blobs, slots, x):
+        return ck.moe_phase1_gate_up_act(ck.ExpertArena(blob, [], blobs), slots, x, backend=backend)
+
+    def second(blobs, slots, inner, weights, more=None):
+        arena = ck.ExpertArena(blob, [], blobs)
+        return ck.moe_phase2_down_reduce(arena, slots, inner, weights, residual=more, backend=backend)
+
+    yield first, [blobs, slots, normal(rows, hidden, dtype=dtype)]
+    yield second, [blobs, slots, normal(rows * top_k, intermediate, dtype=dtype), weights, *added]
+
+
+INT4, INT8 = ((4, 64), (4, 64)), ((8, 128), (8, 32))
+
+
 def variants(backend: Backend) -> Iterator[Call]:
     for bits in (1, 2, 3, 4, 5, 6, 8):
         for dtype in DTYPES:
@@ -183,6 +254,7 @@ def variants(backend: Backend) -> Iterator[Call]:
     for bits in (3, 4, 8):
         yield look_up(backend, 1, bits, 64, mx.bfloat16)
         yield look_up(backend, 9, bits, 64, mx.float32)
+        yield look_up(backend, 1, bits, 64, mx.float16, scale=53.0)
     for dtype in DTYPES:
         yield epilogue(backend, 1, 32, 8, 128, dtype, normed=False)
         yield epilogue(backend, 3, 4, 2, 64, dtype, normed=True)
@@ -199,6 +271,18 @@ def variants(backend: Backend) -> Iterator[Call]:
         yield rotate(backend, (1, 4, 3, 256), 32, dtype)
         yield rotate(backend, (1, 4, 1, 512), 64, dtype, span=512)
         yield rotate(backend, (1, 16, 3, 192), 32, dtype, start=128, interleaved=True)
+    for dtype in DTYPES:
+        for activation in gemv.ACTIVATIONS:
+            yield gated(backend, (1, 3, 257), activation, dtype)
+    for rows in (1, 8):
+        yield router(backend, rows, None, 128, 8, mx.float32, mx.bfloat16, normalize=True, arounds=True, scale=2.5)
+        yield router(backend, rows, 64, 8, 2, mx.float32, mx.bfloat16, normalize=True)
+        yield router(backend, rows, 77, 60, 4, mx.float32, mx.float16, normalize=False, arounds=True, logit_scale=0.1)
+        for activation, options in (("silu", {}), ("gelu_tanh", {}), ("clamped_swiglu", {"biased": True})):
+            kind = experts(12, 384, 192, INT4, mx.bfloat16, activation, **options)
+            yield from phases(backend, rows, 8, mx.bfloat16, kind, residual=activation == "silu")
+    for dtype in DTYPES:
+        yield from phases(backend, 1, 2, dtype, experts(3, 128, 224, ((8, 64), (4, 32)), mx.float16, "silu"))
     for dtype in DTYPES:
         yield step(backend, 1, 40, 21, 64, dtype)
         yield step(backend, 1, 300, 290, 128, dtype, normed=True)
@@ -247,6 +331,11 @@ def awkward(backend: Backend) -> Iterator[Call]:
             columns = 2048 if dtype == mx.float16 else 14336  # a product of two sums overflows float16
             yield affine(backend, rows, columns, 514, 4, 64, dtype, mx.bfloat16, norm_weight=(columns,), **gated)
         yield look_up(backend, 3, 4, 64, dtype)
+        yield router(backend, 5, 200, 130, 6, mx.float32, dtype, normalize=dtype == mx.float16, arounds=True)
+        for stored in (INT4, INT8, ((4, 32), (8, 64))):
+            kind = experts(9, 1152, 640, stored, dtype, "gelu_tanh", biased=True)
+            yield from phases(backend, 5, 7, dtype, kind, residual=True)
+        yield router(backend, 3, None, 513, 11, mx.float32, dtype, normalize=dtype == mx.float16)
         for heads, kv_heads, length, keys, head_dim, value_dim, window, sinks in (
             (1, 1, 1, 1, 64, 64, None, False),
             (8, 1, 1, 31, 128, 128, None, True),
@@ -275,3 +364,4 @@ def awkward(backend: Backend) -> Iterator[Call]:
         yield misaligned(epilogue(backend, 2, 3, 1, 64, dtype, normed=True))
         yield from map(misaligned, norms(backend, (3, 80), dtype, mx.bfloat16))
         yield misaligned(rotate(backend, (1, 2, 3, 64), 32, dtype))
+        yield misaligned(router(backend, 2, 40, 33, 3, mx.float32, dtype, normalize=True, arounds=True))

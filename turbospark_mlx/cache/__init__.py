@@ -11,11 +11,13 @@ from typing import Any
 from turbospark_mlx.cache.kv import LinearKV, RingKV
 from turbospark_mlx.cache.latent import LatentKV
 from turbospark_mlx.cache.masks import causal_mask
+from turbospark_mlx.cache.recurrent import RecurrentState
 from turbospark_mlx.protocols import LayerCache
 
 __all__ = [
     "LatentKV",
     "LinearKV",
+    "RecurrentState",
     "RingKV",
     "causal_mask",
     "mark_all",

@@ -15,10 +15,15 @@ def most_rows(top_k: int, hidden: int) -> int:
     return max(1, SCRATCH_BYTES // (4 * top_k * hidden))
 
 
-def mix_in_parts(mix: Callable[..., mx.array], indices, x: mx.array, weights: mx.array) -> mx.array:
-    """``mix(indices, x, weights)`` over at most ``most_rows`` rows at a time."""
+def mix_in_parts(
+    mix: Callable[..., mx.array], indices, x: mx.array, weights: mx.array, residual: mx.array | None
+) -> mx.array:
+    """``mix(indices, x, weights, residual)`` over at most ``most_rows`` rows at a time."""
     rows, step = x.shape[0], most_rows(weights.shape[1], x.shape[1])
     if rows <= step:
-        return mix(indices, x, weights)
+        return mix(indices, x, weights, residual)
     parts = [slice(start, start + step) for start in range(0, rows, step)]
-    return mx.concatenate([mix(indices[part], x[part], weights[part]) for part in parts])
+    added = [None if residual is None else residual[part] for part in parts]
+    return mx.concatenate(
+        [mix(indices[part], x[part], weights[part], more) for part, more in zip(parts, added, strict=True)]
+    )

@@ -7,6 +7,7 @@ of the experts that a chunk wants. Fast once the pages are warm; page faults mak
 from __future__ import annotations
 
 import mmap
+from math import gcd
 
 import mlx.core as mx
 import numpy as np
@@ -14,11 +15,13 @@ import numpy as np
 from turbospark_mlx.custom_kernels import ExpertArena, ExpertBlob, Mixture, expert_mixture
 from turbospark_mlx.custom_kernels.backends import Backend
 from turbospark_mlx.custom_kernels.expert_arena import WORD
+from turbospark_mlx.custom_kernels.expert_phases import ALIGNMENT
 from turbospark_mlx.errors import InstallError
 from turbospark_mlx.experts.chunks import SCRATCH_BYTES, mix_in_parts
 from turbospark_mlx.experts.in_place import InPlace
 from turbospark_mlx.gturbo import ExpertLayer
 from turbospark_mlx.gturbo.files import OpenFile
+from turbospark_mlx.gturbo.resident_index import align
 from turbospark_mlx.protocols import Experts
 
 
@@ -30,7 +33,10 @@ def map_experts(file: OpenFile, place: ExpertLayer, blob: ExpertBlob, backend: B
         raise InstallError(f"{file.label}: cannot be mapped: {error}. Choose residency='streamed'.") from error
     blobs = [memory[offset : offset + place.size] for offset in place.offsets]
     if backend.device == "cpu":
-        return InPlace(ExpertArena(blob, blobs), backend, file.check_unchanged)
+        view = _viewed(memory, place)
+        if view is None:
+            return _Copied(blob, blobs, backend, file)
+        return InPlace(ExpertArena(blob, blobs, *view), backend, file.check_unchanged)
     whole = _adopted(memory, place)
     if whole is None:
         return _Copied(blob, blobs, backend, file)
@@ -51,6 +57,20 @@ def _adopted(memory: np.ndarray, place: ExpertLayer) -> mx.array | None:
         return None
 
 
+def _viewed(memory: np.ndarray, place: ExpertLayer) -> tuple[np.ndarray, np.ndarray] | None:
+    """The mapped memory as rows of words, and the row where each expert begins; None where experts lie at odd places.
+
+    The last row may reach past the end of the file, but no expert does.
+    """
+    unit = gcd(place.stride, *place.offsets)
+    if unit % ALIGNMENT:
+        return None
+    shape = (max(place.offsets) // unit + 1, unit // WORD)
+    words = memory[: len(memory) // WORD * WORD].view(np.uint32)
+    view = np.lib.stride_tricks.as_strided(words, shape, (unit, WORD), writeable=False)
+    return view, np.array(place.offsets) // unit
+
+
 class _Copied:
     """The experts that a chunk wants are copied from the map into an array of that moment."""
 
@@ -66,20 +86,27 @@ class _Copied:
         return indices
 
     def finish(
-        self, pending: mx.array, x: mx.array, weights: mx.array, *, meanwhile: tuple[mx.array, ...] = ()
+        self,
+        pending: mx.array,
+        x: mx.array,
+        weights: mx.array,
+        *,
+        meanwhile: tuple[mx.array, ...] = (),
+        residual: mx.array | None = None,
     ) -> mx.array:
         if self.idle or x.shape[0] == 0:
             return mx.zeros(x.shape, x.dtype)
         self._file.check_unchanged()
         mx.async_eval(*meanwhile, x, weights)
-        return mix_in_parts(self._mix, np.array(pending), x, weights)
+        return mix_in_parts(self._mix, np.array(pending), x, weights, residual)
 
-    def _mix(self, chosen: np.ndarray, x: mx.array, weights: mx.array) -> mx.array:
+    def _mix(self, chosen: np.ndarray, x: mx.array, weights: mx.array, residual: mx.array | None) -> mx.array:
         wanted = np.unique(chosen)
-        if len(wanted) <= self._most:
+        if len(wanted) <= self._most or len(x) == 1:
+            # A single row is computed in one piece, as wherever else experts live.
             slots = mx.array(np.searchsorted(wanted, chosen).astype(np.uint32))
-            return expert_mixture(self._copy(wanted), slots, x, weights, backend=self._backend)
-        mixture, flat = Mixture(x, weights, blob=self._blob, backend=self._backend), chosen.ravel()
+            return expert_mixture(self._copy(wanted), slots, x, weights, residual=residual, backend=self._backend)
+        mixture, flat = Mixture(x, weights, residual=residual, blob=self._blob, backend=self._backend), chosen.ravel()
         for start in range(0, len(wanted), self._most):
             group = wanted[start : start + self._most]
             pairs = np.flatnonzero(np.isin(flat, group))
@@ -88,6 +115,7 @@ class _Copied:
         return mixture.result()
 
     def _copy(self, experts: np.ndarray) -> ExpertArena:
-        used = len(self._blobs[0]) // WORD * WORD
-        copied = mx.array(np.stack([self._blobs[expert][:used] for expert in experts]).view(np.uint32))
-        return ExpertArena(self._blob, [], copied)
+        copied = np.zeros((len(experts), align(self._blobs[0].nbytes, ALIGNMENT)), np.uint8)
+        for row, expert in zip(copied, experts, strict=True):
+            row[: self._blobs[expert].nbytes] = self._blobs[expert]
+        return ExpertArena(self._blob, list(copied), mx.array(copied.view(np.uint32)))

@@ -82,7 +82,13 @@ class ExpertStore:
     @property
     def on_host(self) -> bool:
         """Whether the router's choice comes to the host, so that no step can be laid out before it runs."""
-        return self._backend.device == "cpu" or not all(isinstance(layer, InPlace) for layer in self._layers.values())
+        return not all(isinstance(layer, InPlace) and layer.fixed for layer in self._layers.values())
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """Where experts lie that stay where they are."""
+        layers = self._layers.values()
+        return [layer.arena.array for layer in layers if isinstance(layer, InPlace) and layer.fixed]
 
     @contextmanager
     def idle(self) -> Iterator[None]:
@@ -110,7 +116,9 @@ class ExpertStore:
             for count in rows:
                 slots = mx.zeros((count, 1), mx.int32)
                 x = mx.zeros((count, blob.gate.columns))
-                mx.eval(expert_mixture(arena, slots, x, mx.zeros((count, 1)), backend=self._backend))
+                for residual in (None, x):
+                    weights = mx.zeros((count, 1))
+                    mx.eval(expert_mixture(arena, slots, x, weights, residual=residual, backend=self._backend))
 
     @property
     def counters(self) -> list[ExpertCounters]:

@@ -118,25 +118,31 @@ class Streamed:
         return pending
 
     def finish(
-        self, pending: _Pending, x: mx.array, weights: mx.array, *, meanwhile: tuple[mx.array, ...] = ()
+        self,
+        pending: _Pending,
+        x: mx.array,
+        weights: mx.array,
+        *,
+        meanwhile: tuple[mx.array, ...] = (),
+        residual: mx.array | None = None,
     ) -> mx.array:
         self._user = None
         if self.idle or x.shape[0] == 0:
             return mx.zeros(x.shape, x.dtype)
         if pending.slots is not None:
-            return mix_in_parts(self._mix_slots, pending.slots, x, weights)
+            return mix_in_parts(self._mix_slots, pending.slots, x, weights, residual)
         if pending.chosen is None:
             mx.async_eval(*meanwhile, x, weights)
             pending.chosen = self._host(pending.indices)
         started = iter([(pending.chunk, pending.batch)] if pending.chunk else ())
 
-        def mix(chosen: np.ndarray, x: mx.array, weights: mx.array) -> mx.array:
+        def mix(chosen: np.ndarray, x: mx.array, weights: mx.array, residual: mx.array | None) -> mx.array:
             chunk, batch = next(started, (None, None))
             if chunk is None:
                 chunk, batch = self._open(chosen)
-            return self._mix(chunk, batch, x, weights)
+            return self._mix(chunk, batch, x, weights, residual)
 
-        return mix_in_parts(mix, pending.chosen, x, weights)
+        return mix_in_parts(mix, pending.chosen, x, weights, residual)
 
     def settle(self) -> None:
         """After an error between ``begin`` and ``finish``: return when nothing is written into slots any more."""
@@ -157,8 +163,8 @@ class Streamed:
         """The slot of each expert, for when every expert has one."""
         return mx.array(np.argsort(self.table.expert_of).astype(np.uint32))
 
-    def _mix_slots(self, slots: mx.array, x: mx.array, weights: mx.array) -> mx.array:
-        return expert_mixture(self.arena, slots, x, weights, backend=self._backend)
+    def _mix_slots(self, slots: mx.array, x: mx.array, weights: mx.array, residual: mx.array | None) -> mx.array:
+        return expert_mixture(self.arena, slots, x, weights, residual=residual, backend=self._backend)
 
     def _host(self, indices: mx.array) -> np.ndarray:
         chosen, count = np.array(indices), len(self.table.use_count)
@@ -166,17 +172,20 @@ class Streamed:
             raise OptionError(f"experts {chosen.min()} to {chosen.max()} were asked for; a layer has 0 to {count - 1}")
         return chosen
 
-    def _mix(self, chunk: _Chunk, batch: _Batch, x: mx.array, weights: mx.array) -> mx.array:
+    def _mix(self, chunk: _Chunk, batch: _Batch, x: mx.array, weights: mx.array, residual: mx.array | None) -> mx.array:
         chosen = chunk.chosen
         slot_of = np.zeros(len(self.table.use_count), np.int32)
         if chunk.in_one and self._backend.device == "gpu":
             # One operation for all of them, as where everything is resident.
             self._complete(batch)
             slot_of[list(batch.plan.experts)] = batch.plan.slots
-            y = self._mix_slots(mx.array(slot_of[chosen]), x, weights)
+            y = self._mix_slots(mx.array(slot_of[chosen]), x, weights, residual)
             self._will_read(batch.plan.slots, [y])
             return y
-        mixture, flat = Mixture(x, weights, blob=self.arena.blob, backend=self._backend), chosen.ravel()
+        mixture, flat = (
+            Mixture(x, weights, residual=residual, blob=self.arena.blob, backend=self._backend),
+            chosen.ravel(),
+        )
 
         def add(experts: Sequence[int]) -> None:
             pairs = np.flatnonzero(np.isin(flat, experts))

@@ -1,0 +1,69 @@
+"""Activation of one product times another, where no product's own kernel can do it."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import prod
+
+import mlx.core as mx
+
+from turbospark_mlx.custom_kernels import gemv
+from turbospark_mlx.custom_kernels.affine import gate as gate_reference
+from turbospark_mlx.custom_kernels.backends import Backend
+from turbospark_mlx.custom_kernels.backends.kernel import SIMD_WIDTH, Kernel, Launch, float_bits
+from turbospark_mlx.custom_kernels.backends.op import Op
+from turbospark_mlx.errors import OptionError
+
+KERNEL = Kernel("gated_product", inputs=("gate", "up"), outputs=("y",), headers=("activation",))
+GATED_PRODUCT = Op("gated_product", (KERNEL,), rows=gemv.ROWS)
+
+
+def gated_product_reference(gate, up, *, activation: gemv.Activation, limit: float | None = None) -> mx.array:
+    """Definition of `gated_product`."""
+    both = mx.concatenate([gate.astype(mx.float32), up.astype(mx.float32)], axis=-1)
+    return gate_reference(both, activation, limit).astype(gate.dtype)
+
+
+@lru_cache(maxsize=1024)
+def plan(
+    backend: str,
+    shape: tuple[int, ...],
+    activation: gemv.Activation,
+    limit: float,
+    dtypes: tuple[mx.Dtype, mx.Dtype],
+) -> Launch:
+    """The launch for two arrays of ``shape``. Few rows are not worth a hand-over to another core."""
+    count, simdgroups = prod(shape), 4
+    return Launch(
+        KERNEL,
+        template=(
+            ("T", dtypes[0]),
+            ("COUNT", count),
+            ("ACTIVATION", gemv.ACTIVATIONS.index(activation)),
+            ("LIMIT_BITS", float_bits(limit)),
+        ),
+        groups=(1 if backend == "host" else -(-count // (SIMD_WIDTH * simdgroups)), 1),
+        simdgroups=1 if backend == "host" else simdgroups,
+        input_dtypes=dtypes,
+        output_shapes=(shape,),
+        output_dtypes=dtypes[:1],
+    )
+
+
+def gated_product(
+    gate: mx.array, up: mx.array, *, activation: gemv.Activation, limit: float | None = None, backend: Backend
+) -> mx.array:
+    """``activation(gate) * up`` in float32; see `gated_affine_matmul` for the activations and ``limit``.
+
+    ``gate``, ``up [..., D]`` -> the dtype of ``gate``. Up to 8 rows run in our kernel. Raises OptionError for parts
+    that do not fit.
+    """
+    if gate.shape != up.shape or not gate.ndim:
+        raise OptionError(f"gated_product: gate is {list(gate.shape)} and up {list(up.shape)}; both are [..., D]")
+    gemv.check_activation(GATED_PRODUCT.name, activation, limit)
+    if gate.size and GATED_PRODUCT.serves(backend, gate.dtype, up.dtype, rows=gate.size // gate.shape[-1]):
+        backend.count(GATED_PRODUCT.name, "kernel")
+        call = plan(backend.name, gate.shape, activation, limit or 0.0, (gate.dtype, up.dtype))
+        return backend.launch(call, (gate, up))[0]
+    backend.count(GATED_PRODUCT.name, "mlx")
+    return gated_product_reference(gate, up, activation=activation, limit=limit)

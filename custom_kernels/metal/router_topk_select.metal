@@ -1,0 +1,80 @@
+    // The TOP largest of E logits of each row, best first, with their weights. A threadgroup takes a row. Logits are given,
+    // or with PRODUCT what W [E, H] makes of x. They become (logit + bias) * LOGIT_SCALE, and the weights are
+    //   NORMALIZE  their softmax over those chosen; otherwise their softmax over all
+    //   SCALE      times a number;   EXPERT_SCALE  times a number an expert
+    // Each logit counts those that come before it, so that nobody waits for a maximum. Compared are integers, because
+    // compilers may take it that there is no NaN: NaN comes last, and of what is equal the lower index comes first.
+    threadgroup float values[E];
+    threadgroup uint keys[E];
+    threadgroup float best[TOP];
+    threadgroup uint best_expert[TOP];
+    threadgroup float sums[MAX_SIMDGROUPS];
+    const uint lane = thread_index_in_simdgroup, simd = simdgroup_index_in_threadgroup;
+    const uint simds = simdgroups_per_threadgroup, threads = simds * SIMD_WIDTH, self = simd * SIMD_WIDTH + lane;
+    const uint m = threadgroup_position_in_grid.x;
+    if (PRODUCT) {
+      constexpr uint EIGHTS = H / 8;
+      for (uint e = simd; e < E; e += simds) {
+        Partial products = empty_partial();
+        float rest = 0.0f;
+        for (uint eight = lane; eight < EIGHTS; eight += SIMD_WIDTH) {
+          Packed<W> learned;
+          Packed<T> given;
+          load_eight(w + e * H + eight * 8, learned);
+          load_eight(x + m * H + eight * 8, given);
+          products = add_products(unpack_eight(learned), unpack_eight(given), products);
+        }
+        for (uint k = EIGHTS * 8 + lane; k < H; k += SIMD_WIDTH) {
+          rest += float(w[e * H + k]) * float(x[m * H + k]);
+        }
+        const float logit = simd_sum(collapse(products) + rest);
+        if (lane == 0) {
+          values[e] = logit;
+        }
+      }
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
+    for (uint e = self; e < E; e += threads) {
+      float value = PRODUCT ? values[e] : float(logits[m * E + e]);
+      if (BIAS) {
+        value += float(bias[e]);
+      }
+      value *= as_type<float>(LOGIT_SCALE_BITS);
+      values[e] = value;
+      const uint bits = as_type<uint>(value), magnitude = bits & 0x7fffffffu;
+      const uint key = bits == magnitude ? bits | 0x80000000u : 0x80000000u - magnitude;
+      keys[e] = magnitude > 0x7f800000u ? 0 : key;
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (uint e = self; e < E; e += threads) {
+      const uint key = keys[e];
+      uint before = 0;
+      for (uint i = 0; i < E; ++i) {
+        before += keys[i] > key || (keys[i] == key && i < e) ? 1 : 0;
+      }
+      if (before < TOP) {
+        best[before] = values[e];
+        best_expert[before] = e;
+      }
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    float sum = 0.0f;
+    if (NORMALIZE) {
+      for (uint i = 0; i < TOP; ++i) {
+        sum += exp(best[i] - best[0]);
+      }
+    } else {
+      for (uint e = self; e < E; e += threads) {
+        sum += exp(values[e] - best[0]);
+      }
+      sum = threadgroup_sum(sum, sums, lane, simd, simds);
+    }
+    for (uint i = self; i < TOP; i += threads) {
+      const uint e = best_expert[i];
+      float weight = exp(best[i] - best[0]) / sum * as_type<float>(SCALE_BITS);
+      if (EXPERT_SCALE) {
+        weight *= float(expert_scale[e]);
+      }
+      indices[m * TOP + i] = int(e);
+      weights[m * TOP + i] = weight;
+    }
