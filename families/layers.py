@@ -404,10 +404,12 @@ class Projections:
         """The module that applies all ``parts`` at once and can fuse what stands around it, where there is one."""
         return self._joint if isinstance(self._joint, AffineLinear) and self._joined(parts) else None
 
-    def __call__(self, x: mx.array, *parts: nn.Module) -> Sequence[mx.array]:
-        """``x [..., K]`` -> one ``[..., N]`` a part; ``parts`` are the modules that their owner has at this moment."""
+    def __call__(self, x: mx.array, *parts: nn.Module, norm: nn.Module | None = None) -> Sequence[mx.array]:
+        """``x [..., K]`` -> one ``[..., N]`` a part; ``parts`` are the modules that their owner has at this moment.
+        ``norm`` is applied to ``x`` before."""
         if self._joined(parts):
-            return mx.split(self._joint(x), self._borders, axis=-1)
+            return mx.split(project(self._joint, x, norm=norm), self._borders, axis=-1)
+        x = x if norm is None else norm(x)
         return [part(x) for part in parts]
 
 

@@ -144,7 +144,7 @@ class GatedDeltaNet(Module):
     ) -> mx.array:
         """``norm`` is applied to ``x [B, L, hidden]`` before, ``residual`` is added after."""
         batch, length, _ = x.shape
-        qkv, z, b, a = self._inputs(norm(x), *(self[name] for name in self._names))
+        qkv, z, b, a = self._inputs(x, *(self[name] for name in self._names), norm=norm)
         tail, state = (None, None) if cache is None else (cache[0], cache[1])
         if tail is None:
             tail = mx.zeros((batch, self._tail, self._channels), qkv.dtype)

@@ -47,7 +47,7 @@ class Attention(Module):
     ) -> mx.array:
         """``norm`` is applied to ``x [B, L, hidden]`` before, ``residual`` is added after."""
         B, L, _ = x.shape
-        products = self._qkv(norm(x), self.q_proj, self.k_proj, self.v_proj)
+        products = self._qkv(x, self.q_proj, self.k_proj, self.v_proj, norm=norm)
         q, k, v = (y.reshape(B, L, -1, self.head_dim) for y in products)
         q, gate = q[:, :, ::2], q[:, :, 1::2]
         q, k, v = (y.transpose(0, 2, 1, 3) for y in (self.q_norm(q), self.k_norm(k), v))
@@ -73,11 +73,11 @@ class FeedForward(Module):
     def __call__(self, x: mx.array, *, norm: nn.Module | None = None, residual: mx.array | None = None) -> mx.array:
         """``norm`` is applied to ``x`` before, ``residual`` is added after."""
         joint = self._gate_up.joint(self.gate_proj, self.up_proj)
-        if norm is not None and (joint is None or not isinstance(norm, RMSNorm) or norm.centered):
-            x, norm = norm(x), None
         if joint is not None:
+            if norm is not None and (not isinstance(norm, RMSNorm) or norm.centered):
+                x, norm = norm(x), None
             return project(self.down_proj, joint.gated(x, norm=norm), residual=residual)
-        gate, up = self._gate_up(x, self.gate_proj, self.up_proj)
+        gate, up = self._gate_up(x, self.gate_proj, self.up_proj, norm=norm)
         return project(self.down_proj, gate * mx.sigmoid(gate) * up, residual=residual)
 
 
