@@ -184,7 +184,8 @@ def affine_matmul(
             return affine_matmul_reference(x, weight, scales, biases, **matrix, **options)
         # MLX's GPU products accumulate in float32, so the activations stay in their own dtype there.
         if x.shape[-1] < GPU_PRODUCT_COLUMNS:
-            y = x @ mx.dequantize(weight, scales, biases, **matrix).astype(x.dtype).T
+            wide = (companion.astype(mx.float32) for companion in (scales, biases))
+            y = x @ mx.dequantize(weight, *wide, **matrix).astype(x.dtype).T
         else:
             y = mx.quantized_matmul(x, weight, scales, biases, transpose=True, **matrix)
         y = y if bias is None else y + bias

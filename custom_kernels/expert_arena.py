@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import mlx.core as mx
 import numpy as np
@@ -15,7 +16,13 @@ import numpy as np
 from turbospark_mlx.errors import OptionError
 
 WORD = 4
-NUMPY_DTYPES = {mx.float32: np.float32, mx.float16: np.float16, mx.bfloat16: np.uint16, mx.uint32: np.uint32}
+NUMPY_DTYPES = {
+    mx.float32: np.float32,
+    mx.float16: np.float16,
+    mx.bfloat16: np.uint16,
+    mx.uint32: np.uint32,
+    mx.uint8: np.uint8,
+}
 """numpy has no bfloat16, so views of it are of its bits."""
 
 
@@ -24,7 +31,8 @@ class BlobMatrix:
     """``W [rows, columns]`` of an expert. Offsets are in bytes from the start of the blob.
 
     An affine matrix has ``bits`` and ``group_size``, its words at ``offset``, and companions of ``dtype`` at ``scales``
-    and ``biases``. Without ``bits`` it is stored plainly in ``dtype``. ``bias``, where there is one, is ``[rows]`` in
+    and ``biases``; with ``mode`` ``"mxfp4"`` it has exponents at ``scales`` alone, of which ``dtype`` is uint8. Without
+    ``bits`` it is stored plainly in ``dtype``. ``bias``, where there is one, is ``[rows]`` in
     ``bias_dtype`` and is added to the product.
     """
 
@@ -36,6 +44,7 @@ class BlobMatrix:
     group_size: int | None = None
     scales: int = 0
     biases: int = 0
+    mode: Literal["affine", "mxfp4"] = "affine"
     bias: int | None = None
     bias_dtype: mx.Dtype = mx.float32
 
@@ -50,7 +59,7 @@ class BlobMatrix:
             found = [
                 (self.offset, words, mx.uint32),
                 (self.scales, groups, self.dtype),
-                (self.biases, groups, self.dtype),
+                *([(self.biases, groups, self.dtype)] if self.mode == "affine" else []),
             ]
         return found if self.bias is None else [*found, (self.bias, (self.rows,), self.bias_dtype)]
 

@@ -47,7 +47,7 @@ def readable(blob: ExpertBlob) -> bool:
     ) and (gate.bias is None) == (up.bias is None)
     return (
         alike
-        and all(matrix.bits in BITS and matrix.offset % ALIGNMENT == 0 for matrix in blob.matrices)
+        and all(m.mode == "affine" and m.bits in BITS and m.offset % ALIGNMENT == 0 for m in blob.matrices)
         and (blob.activation != "clamped_swiglu" or blob.alpha == ALPHA)
     )
 
@@ -165,7 +165,9 @@ def _products(matrix: BlobMatrix, parts: list[mx.array], slots: mx.array, rows: 
     flat = slots.reshape(-1)
     chosen = [part[flat] for part in parts]
     wide = [part if part.dtype == mx.uint32 else part.astype(mx.float32) for part in chosen]
-    if matrix.bits is not None:
+    if matrix.mode == "mxfp4":
+        wide[:2] = [mx.dequantize(*chosen[:2], mode="mxfp4", dtype=mx.float32)]
+    elif matrix.bits is not None:
         wide[:3] = [mx.dequantize(*wide[:3], group_size=matrix.group_size, bits=matrix.bits)]
     y = (wide[0] @ rows[..., None])[..., 0]
     return y if matrix.bias is None else y + wide[-1]

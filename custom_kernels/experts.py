@@ -192,6 +192,9 @@ def _products(arena: ExpertArena, slots: mx.array, x: mx.array, *, ordered: bool
 def _product(matrix: BlobMatrix, parts: list[mx.array], slots: mx.array, x: mx.array, ordered: bool) -> mx.array:
     if matrix.bits is None:
         y = mx.gather_mm(x, parts[0].astype(x.dtype).swapaxes(-1, -2), rhs_indices=slots, sorted_indices=ordered)
+    elif matrix.mode == "mxfp4":
+        options = {"rhs_indices": slots, "transpose": True, "mode": "mxfp4", "sorted_indices": ordered}
+        y = mx.gather_qmm(x, *parts[:2], group_size=matrix.group_size, bits=matrix.bits, **options)
     elif matrix.columns < affine.GPU_PRODUCT_COLUMNS:
         # In float32, because MLX dequantizes to the companions' dtype.
         scales, biases = (part.astype(mx.float32) for part in parts[1:3])

@@ -48,7 +48,7 @@ def weighted_sum(products: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 
 def _product(matrix: BlobMatrix, views: list[np.ndarray], x: np.ndarray, backend: Backend) -> np.ndarray:
-    compiled = backend.name == "host" and matrix.bits is not None
+    compiled = backend.name == "host" and matrix.bits is not None and matrix.mode == "affine"
     if compiled and EXPERT_MIXTURE.serves(backend, mx.float32, rows=len(x)):
         backend.count(EXPERT_MIXTURE.name, "kernel")
         y = _gemv(matrix, views, x)
@@ -85,6 +85,9 @@ def _rows(matrix: BlobMatrix, views: list[np.ndarray], start: int, stop: int, co
         sizes = (matrix.rows, matrix.columns, matrix.bits, matrix.group_size)
         call = lookup.plan("host", ids.shape, *sizes, matrix.dtype, mx.float32)
         return host.run(call, (ids, *views[:3]))[0]
+    if matrix.mode == "mxfp4":
+        words, exponents = (mx.array(view[start:stop]) for view in views[:2])
+        return blas.view(mx.dequantize(words, exponents, mode="mxfp4", dtype=mx.float32))
     scales, biases = (mx.array(_float32(view[start:stop], matrix.dtype)) for view in views[1:3])
     words = mx.array(views[0][start:stop])
     return blas.view(mx.dequantize(words, scales, biases, group_size=matrix.group_size, bits=matrix.bits))

@@ -27,11 +27,11 @@ from turbospark_mlx.custom_kernels import (
 )
 from turbospark_mlx.custom_kernels.backends import Backend
 from turbospark_mlx.errors import OptionError
-from turbospark_mlx.protocols import AffineFormat, ExpertFactory, LayerCache
+from turbospark_mlx.protocols import AffineFormat, ExpertFactory, LayerCache, Mxfp4Format, PackedFormat
 
 DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
 
-Format = AffineFormat | str
+Format = PackedFormat | str
 """How a tensor is stored: packed, or plainly in a dtype of ``DTYPES``."""
 
 
@@ -110,7 +110,7 @@ class AffineLinear(Module):
             backend=self._backend,
         )
 
-    def gated(self, x: mx.array, *, norm: RMSNorm, activation: str = "silu") -> mx.array:
+    def gated(self, x: mx.array, *, norm: RMSNorm | None, activation: str = "silu") -> mx.array:
         """``activation(gate) * up``, where the first half of the rows is the gate's; without bias."""
         return gated_affine_matmul(
             x,
@@ -120,8 +120,8 @@ class AffineLinear(Module):
             bits=self.bits,
             group_size=self.group_size,
             activation=activation,
-            norm_weight=norm["weight"],
-            eps=norm.eps,
+            norm_weight=None if norm is None else norm["weight"],
+            eps=None if norm is None else norm.eps,
             backend=self._backend,
         )
 
@@ -166,6 +166,22 @@ class AffineStackedLinear(StackedLinear):
             group_size=self.group_size,
             bits=self.bits,
         )
+
+
+class Mxfp4StackedLinear(StackedLinear):
+    """``StackedLinear`` with MXFP4 matrices; ``scales`` are the exponents."""
+
+    def __init__(self, count: int, inputs: int, outputs: int, *, stored: Mxfp4Format, bias: str | None):
+        Module.__init__(self)
+        self.bits, self.group_size = stored.bits, stored.group_size
+        self.weight = mx.zeros((count, outputs, inputs * self.bits // 32), mx.uint32)
+        self.scales = mx.zeros((count, outputs, inputs // self.group_size), mx.uint8)
+        if bias:
+            self.bias = mx.zeros((count, outputs), DTYPES[bias])
+
+    def _product(self, x: mx.array, indices: mx.array) -> mx.array:
+        options = {"transpose": True, "group_size": self.group_size, "bits": self.bits, "mode": "mxfp4"}
+        return mx.gather_qmm(x, self["weight"], self["scales"], rhs_indices=indices, **options)
 
 
 class Embedding(Module):
@@ -225,6 +241,8 @@ class AffineEmbedding(Module):
 class RMSNorm(Module):
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last axis."""
 
+    centered = False
+
     def __init__(self, width: int, *, eps: float, stored: str, backend: Backend):
         super().__init__()
         self._backend = backend
@@ -232,11 +250,25 @@ class RMSNorm(Module):
         self.weight = mx.ones((width,), DTYPES[stored])
 
     def __call__(self, x: mx.array) -> mx.array:
-        return rms_norm(x, self["weight"], eps=self.eps, backend=self._backend)
+        return rms_norm(x, self["weight"], eps=self.eps, centered=self.centered, backend=self._backend)
 
     def add(self, residual: mx.array, x: mx.array, *, scale: mx.array | float | None = None) -> mx.array:
         """``(residual + self(x)) * scale``, where ``scale`` is ``[1]`` or a number."""
-        return rms_norm_add(x, self["weight"], residual, eps=self.eps, scale=scale, backend=self._backend)
+        options = {"eps": self.eps, "centered": self.centered, "scale": scale, "backend": self._backend}
+        return rms_norm_add(x, self["weight"], residual, **options)
+
+
+class CenteredRMSNorm(RMSNorm):
+    """``RMSNorm`` whose weight is stored less 1."""
+
+    centered = True
+
+
+class PlainCenteredRMSNorm(nn.RMSNorm):
+    """``CenteredRMSNorm`` with a gradient."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return mx.fast.rms_norm(x, 1 + self["weight"], self.eps)
 
 
 def gelu_tanh(x: mx.array) -> mx.array:
@@ -246,19 +278,29 @@ def gelu_tanh(x: mx.array) -> mx.array:
 
 
 def plain_attention(
-    q: mx.array, k: mx.array, v: mx.array, *, scale: float, mask: str | None = None, window: int | None = None
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    *,
+    scale: float,
+    mask: str | None = None,
+    window: int | None = None,
+    sinks: mx.array | None = None,
 ) -> mx.array:
     """``custom_kernels.attention`` as one built-in of MLX, which has a gradient."""
     if window is not None and k.shape[2] > window:
         mask = causal_mask(q.shape[2], k.shape[2], window)
-    return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)
+    sinks = None if sinks is None else sinks.astype(q.dtype)
+    return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sinks)
 
 
 def project(linear: nn.Module, x: mx.array, *, norm: nn.Module | None = None, residual: mx.array | None = None):
     """``linear(norm(x)) + residual``, as one operation where this package's modules allow it."""
-    if isinstance(linear, AffineLinear) and (norm is None or isinstance(norm, RMSNorm)):
+    if norm is not None and not (isinstance(linear, AffineLinear) and isinstance(norm, RMSNorm) and not norm.centered):
+        x, norm = norm(x), None
+    if isinstance(linear, AffineLinear):
         return linear(x, norm=norm, residual=residual)
-    y = linear(x if norm is None else norm(x))
+    y = linear(x)
     return y if residual is None else residual + y
 
 
@@ -362,10 +404,12 @@ class Projections:
         """The module that applies all ``parts`` at once and can fuse what stands around it, where there is one."""
         return self._joint if isinstance(self._joint, AffineLinear) and self._joined(parts) else None
 
-    def __call__(self, x: mx.array, *parts: nn.Module) -> Sequence[mx.array]:
-        """``x [..., K]`` -> one ``[..., N]`` a part; ``parts`` are the modules that their owner has at this moment."""
+    def __call__(self, x: mx.array, *parts: nn.Module, norm: nn.Module | None = None) -> Sequence[mx.array]:
+        """``x [..., K]`` -> one ``[..., N]`` a part; ``parts`` are the modules that their owner has at this moment.
+        ``norm`` is applied to ``x`` before."""
         if self._joined(parts):
-            return mx.split(self._joint(x), self._borders, axis=-1)
+            return mx.split(project(self._joint, x, norm=norm), self._borders, axis=-1)
+        x = x if norm is None else norm(x)
         return [part(x) for part in parts]
 
 
@@ -387,7 +431,7 @@ class Builder:
 
     @property
     def attention(self) -> Callable[..., mx.array]:
-        """``attention(q, k, v, scale=, mask=, window=)``; see ``custom_kernels.attention``."""
+        """``attention(q, k, v, scale=, mask=, window=, sinks=)``; see ``custom_kernels.attention``."""
         return partial(attention, backend=self.backend) if self.fused else plain_attention
 
     def _stored(self, name: str) -> Format:
@@ -416,7 +460,8 @@ class Builder:
     def stacked(self, path: str, count: int, inputs: int, outputs: int, bias: bool) -> StackedLinear:
         """The matrices ``path.weight [count, outputs, inputs]``, with ``path.bias [count, outputs]`` where ``bias``."""
         stored = self._stored(f"{path}.weight")
-        kind = AffineStackedLinear if isinstance(stored, AffineFormat) else StackedLinear
+        kinds = {AffineFormat: AffineStackedLinear, Mxfp4Format: Mxfp4StackedLinear}
+        kind = kinds.get(type(stored), StackedLinear)
         return kind(count, inputs, outputs, stored=stored, bias=self._stored(f"{path}.bias") if bias else None)
 
     def projections(
@@ -443,15 +488,16 @@ class Builder:
         plain.weight = mx.zeros((rows, width), DTYPES[stored])
         return plain
 
-    def vector(self, path: str, width: int) -> mx.array:
-        """The parameter ``path [width]``."""
-        return mx.ones((width,), DTYPES[self._stored(path)])
+    def vector(self, path: str, *shape: int) -> mx.array:
+        """The parameter ``path [*shape]``."""
+        return mx.ones(shape, DTYPES[self._stored(path)])
 
-    def norm(self, path: str, width: int, eps: float) -> nn.Module:
-        """The norm with ``path.weight [width]``."""
+    def norm(self, path: str, width: int, eps: float, *, centered: bool = False) -> nn.Module:
+        """The norm with ``path.weight [width]``, which is stored less 1 where ``centered``."""
         stored = self._stored(f"{path}.weight")
         if self.fused:
-            return RMSNorm(width, eps=eps, stored=stored, backend=self.backend)
-        plain = nn.RMSNorm(width, eps=eps)
+            kind = CenteredRMSNorm if centered else RMSNorm
+            return kind(width, eps=eps, stored=stored, backend=self.backend)
+        plain = (PlainCenteredRMSNorm if centered else nn.RMSNorm)(width, eps=eps)
         plain.weight = mx.ones((width,), DTYPES[stored])
         return plain

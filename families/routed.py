@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from turbospark_mlx.protocols import ExpertSpec, Placement, RoutedPart
 
-_STACK = re.compile(r"(gate|up|down)_proj\.weight")
+_STACK = re.compile(r"(gate|up|down)_proj\.(weight|bias)")
 _SINGLE = re.compile(r"(\d+)\.(?:(gate|up|down)_proj|(w[123]))\.weight")
 _W = {"w1": "gate", "w3": "up", "w2": "down"}
 """Mixtral's names."""
@@ -34,14 +34,22 @@ def shapes(experts: Mapping[str, ExpertSpec]) -> dict[str, tuple[int, ...]]:
     }
 
 
+def stack_of(stack: str, name: str, position: int, spec: ExpertSpec) -> tuple[str, RoutedPart] | None:
+    """``(parameter name, part)`` of a stack below the path ``stack``; None where ``name`` is not one of these."""
+    found = _STACK.fullmatch(name.removeprefix(f"{stack}.")) if name.startswith(f"{stack}.") else None
+    if not found or (found[2] == "bias" and not spec.biases):
+        return None
+    return name, RoutedPart(position, (found[1] if found[2] == "weight" else f"{found[1]}_bias",))
+
+
 def part_of(stack: str, base: str, name: str, position: int, spec: ExpertSpec) -> tuple[str, RoutedPart] | None:
     """``(parameter name, part)`` of a checkpoint tensor of routed experts; None where ``name`` is not one of these.
 
     ``stack`` is the path of the stacks, ``base`` that of experts which stand one by one or joined; ``name`` lies below
     one of them.
     """
-    if name.startswith(f"{stack}.") and (found := _STACK.fullmatch(name.removeprefix(f"{stack}."))):
-        return name, RoutedPart(position, (found[1],))
+    if whole := stack_of(stack, name, position, spec):
+        return whole
     if not name.startswith(f"{base}."):
         return None
     rest = name.removeprefix(f"{base}.")

@@ -103,7 +103,21 @@ GENERATION = """\
 {{ messages | map(attribute="role") | join(",") }} {{ [3, 1, 2] | sort | last }} {{ "a,b".split(",") }} {{ 2 ** 5 * 3 }}
 """
 
-TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "inst": INST, "qwen": QWEN, "generation": GENERATION}
+DEEPSEEK = """\
+{% if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}{% endif %}{{ bos_token }}\
+{% for message in messages %}{% if message['role'] == 'user' %}{{ 'User: ' + message['content'] + '\\n\\n' }}\
+{% elif message['role'] == 'assistant' %}{{ 'Assistant: ' + message['content'] + eos_token }}\
+{% elif message['role'] == 'system' %}{{ message['content'] + '\\n\\n' }}{% endif %}{% endfor %}\
+{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"""
+
+TEMPLATES = {
+    "deepseek": DEEPSEEK,
+    "chatml": CHATML,
+    "llama3": LLAMA3,
+    "inst": INST,
+    "qwen": QWEN,
+    "generation": GENERATION,
+}
 
 TOOLS = [
     {

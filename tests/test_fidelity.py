@@ -67,3 +67,16 @@ def test_greedy_continuations(smollm2, golden):
             for step, (expected, gap) in enumerate(zip(prompt["greedy"], prompt["gaps"], strict=True)):
                 assert token == expected or gap < 1e-3, f"{prompt['text']!r}, token {step}"
                 token = int(mx.argmax(runner.decode(expected)))
+
+
+def test_compiled_kernels_choose_the_references_tokens(smollm2, golden):
+    """64 greedy tokens of a packed model, the recorded decode step against plain MLX operations and the BLAS."""
+    path, ids = smollm2(bits=4), golden["prompts"][0]["ids"]
+    with Runner.open(path, kernels="auto") as runner, Runner.open(path, kernels="reference") as reference:
+        ours, theirs = runner.prefill(ids), np.array(reference.prefill(ids))
+        for step in range(64):
+            second, first = np.sort(theirs)[-2:]
+            token = int(theirs.argmax())
+            assert int(mx.argmax(ours)) == token or first - second < 1e-3, f"token {step}"
+            np.testing.assert_allclose(ours, theirs, atol=1e-3 * theirs.std(), err_msg=f"token {step}")
+            ours, theirs = runner.decode(token), np.array(reference.decode(token))

@@ -142,9 +142,11 @@ def test_perplexity_is_that_of_whole_forwards(loaded, monkeypatch):
 def test_the_examples_of_the_python_api_run(tmp_path, monkeypatch, capsys):
     install = make_tiny_install("llama", tmp_path / "tiny.gturbo")
     monkeypatch.setattr(store, "resolve", lambda name: install)
+    monkeypatch.chdir(tmp_path)
+    make_tiny_install("gemma4", tmp_path / "gemma4.gturbo", variant="gemma4-moe")
     document = (Path(__file__).parents[1] / "docs" / "python-api.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", document, re.DOTALL)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     namespace = {}
     for block in blocks:
         exec(block, namespace)

@@ -7,7 +7,9 @@ configuration calls for.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -20,10 +22,12 @@ from turbospark_mlx.families.layers import DTYPES
 from turbospark_mlx.families.routed import parameter
 from turbospark_mlx.gturbo import Install, TensorEntry, experts_layout
 from turbospark_mlx.gturbo.experts_layout import ExpertTensor
-from turbospark_mlx.protocols import ExpertFactory, ExpertSpec, Family, ModelConfig
+from turbospark_mlx.protocols import ExpertFactory, ExpertSpec, Family, ModelConfig, Mxfp4Format
 
 Progress = Callable[[int, int], None]
 
+READERS = 2
+"""Threads that read parameters."""
 _COMPANIONS = ("scales", "biases")
 
 
@@ -81,7 +85,6 @@ def load_model(
         max_context=max_context,
         experts=experts,
     )
-    mx.eval(model.parameters())
     _read(install, places, stacks, model, progress)
     if not fused:
         model.update(tree_map(lambda array: _widened(array, model.dtype), model.parameters()))
@@ -121,8 +124,12 @@ def _check_experts(install: Install, specs: list[ExpertSpec]) -> None:
         where = f"{install.path}: {layer.file}"
         if len(layer.offsets) != spec.num_experts:
             raise InstallError(f"{where} has {len(layer.offsets)} experts; manifest.json calls for {spec.num_experts}.")
-        packed = {name for name, tensor in layer.tensors.items() if tensor.format}
-        companions = {f"{name}_{kind}" for name in packed for kind in _COMPANIONS}
+        companions = {
+            f"{name}_{kind}"
+            for name, tensor in layer.tensors.items()
+            for kind in (("scales",) if isinstance(tensor.format, Mxfp4Format) else _COMPANIONS)
+            if tensor.format
+        }
         if differing := sorted(spec.tensors.keys() ^ (layer.tensors.keys() - companions)):
             state = "lacks" if differing[0] in spec.tensors else "has a tensor that the model does not use:"
             raise InstallError(f"{where} {state} {differing[0]!r} of every expert. Convert the model again.")
@@ -154,12 +161,12 @@ def _read(
     model: nn.Module,
     progress: Progress | None,
 ) -> None:
-    arrays = tree_flatten(model.parameters())
-    total, done = sum(array.nbytes for _, array in arrays), 0
-    for name, array in arrays:
+    """Read every parameter into its memory. MLX clears memory when it allocates it, which takes as long as reading what
+    the page cache has, so that readers are busy with one array while the next is allocated."""
+
+    def fill(name: str, array: mx.array, memory: memoryview) -> int:
         stem, _, kind = name.rpartition(".")
         stored = f"{stem}.weight" if kind in _COMPANIONS else name
-        memory = memoryview(array).cast("B")
         if stored in places:
             install.read_into(places[stored], kind if kind in _COMPANIONS else "data", memory)
         else:
@@ -169,11 +176,28 @@ def _read(
             for expert in range(array.shape[0]):
                 buffer = memory[expert * size : (expert + 1) * size]
                 install.read_expert_part_into(position, expert, role, buffer)
-        done += memory.nbytes
-        if progress is not None:
-            progress(done, total)
+        return memory.nbytes
+
+    arrays = tree_flatten(model.parameters())
+    total, done = sum(array.nbytes for _, array in arrays), 0
+    reads: deque[Future[int]] = deque()
+    pool = ThreadPoolExecutor(READERS)
+    try:
+        for name, array in arrays:
+            mx.eval(array)
+            reads.append(pool.submit(fill, name, array, memoryview(array).cast("B")))
+            while reads and (reads[0].done() or len(reads) > READERS):
+                done += reads.popleft().result()
+                if progress is not None:
+                    progress(done, total)
+        for read in reads:
+            done += read.result()
+            if progress is not None:
+                progress(done, total)
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _widened(array: mx.array, dtype: mx.Dtype) -> mx.array:
     """Plain modules mix dtypes by promotion, and MLX's CPU products sum in the narrower one."""
-    return array if array.dtype in (mx.uint32, dtype) else array.astype(mx.float32)
+    return array if array.dtype in (mx.uint32, mx.uint8, dtype) else array.astype(mx.float32)

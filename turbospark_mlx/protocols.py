@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 Role = Literal["embedding", "attention", "router", "shared_expert", "routed_expert", "head", "vector"]
 """What a tensor is for. ``shared_expert`` includes the feed-forward matrices of dense layers, as in the manifest's
@@ -28,17 +28,35 @@ class AffineFormat:
 
 
 @dataclass(frozen=True)
+class Mxfp4Format:
+    """A matrix in MXFP4 (OCP Microscaling Formats, version 1.0): blocks of 32 input columns, each with an exponent.
+
+    ``w = FP4[code] * 2 ** (exponent - 127)``, where FP4 is 0, 0.5, 1, 1.5, 2, 3, 4, 6 and, with bit 3 set, their
+    negatives. Element 2 j of a row is the low half of its byte j. An exponent of 255 is not a number.
+    """
+
+    bits: ClassVar[int] = 4
+    group_size: ClassVar[int] = 32
+
+
+PackedFormat = AffineFormat | Mxfp4Format
+
+
+@dataclass(frozen=True)
 class RoutedPart:
     """What of a layer's routed experts one checkpoint tensor holds.
 
     ``position`` counts the layers that have any. ``tensors`` are those of ``ExpertSpec.tensors`` that lie in it, one
     after the other along the rows, in equal shares: ``("gate",)``, or ``("gate", "up")`` where a checkpoint joins them.
-    ``expert`` is the one that it belongs to, or None where it holds all of them along its first axis.
+    ``expert`` is the one that it belongs to, or None where it holds all of them along its first axis. ``interleaved``
+    tensors take turns a row instead. ``transposed`` ones are ``[columns, rows]``.
     """
 
     position: int
     tensors: tuple[str, ...]
     expert: int | None = None
+    interleaved: bool = False
+    transposed: bool = False
 
 
 @dataclass(frozen=True)
@@ -111,6 +129,9 @@ class Family(Protocol):
         """A config.json dictionary with the same meaning as GGUF metadata. Raises ConvertError."""
         ...
 
+    # A family whose tensors say more than config.json has ``settle(config, shapes)`` besides: the configuration with
+    # what the shapes of a checkpoint's tensors, by name, decide.
+
     def place(self, checkpoint_name: str, config: ModelConfig) -> Placement | Dropped:
         """Where a checkpoint tensor goes. ``checkpoint_name`` is in the published or the mlx spelling, without the
         ``.scales`` / ``.biases`` companions. Idempotent: an install name maps to itself. A head beside a tied
@@ -152,6 +173,11 @@ class LayerCache(Protocol):
     @property
     def arrays(self) -> list[Any]:
         """What must be evaluated for this state to be complete; kernels may write into it later."""
+        ...
+
+    def places(self, length: int) -> bool:
+        """Whether kernels may write ``length`` more tokens into this state themselves, which then has ``place`` and
+        ``written`` too (see ``cache.LinearKV``). A state that never allows it keeps steps from being recorded."""
         ...
 
     def reusable(self, prefix_len: int) -> int:

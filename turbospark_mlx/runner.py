@@ -215,11 +215,13 @@ class Runner:
 
         lengths = [length for length in WARM_UP_ROWS if length <= self.max_context]
         with self.experts.idle() if self.experts and self.experts.on_host else nullcontext():
-            self.model.backend.rehearse(partial(run, length) for length in lengths)
-            for length in lengths:
-                caches = run(length)
-            for _ in range(min(STEPS_TO_SETTLE, self.max_context - caches[0].offset)):
-                mx.eval(self._step(0, caches))
+            if self.model.backend.rehearse is not None:
+                self.model.backend.rehearse(partial(run, length) for length in lengths)
+            else:
+                for length in lengths:
+                    caches = run(length)
+                for _ in range(min(STEPS_TO_SETTLE, self.max_context - caches[0].offset)):
+                    mx.eval(self._step(0, caches))
         if self.experts:
             self.experts.compile_kernels(WARM_UP_ROWS)
         self.model.backend.counters.clear()

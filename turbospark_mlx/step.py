@@ -115,6 +115,9 @@ class DecodeStep:
         ``cache`` moves on by one token. Whoever catches an error trims it.
         """
         offset = cache[0].offset
+        if self._run is not None and not all(layer.places(1) for layer in cache):
+            self._run = None
+            self.how = "one operation after the other, because a state is not written in place"
         if self._run is not None and all(layer.arrays for layer in cache):
             buffers = [layer.place(1) for layer in cache]
             try:
@@ -149,12 +152,16 @@ class DecodeStep:
 
             self._compiled = mx.compile(step)
         tables = [mx.array(table) for table in self._tables(offset)]
-        return self._compiled(_ids(token), mx.array([offset], mx.int32), tables, buffers)
+        try:
+            return self._compiled(_ids(token), mx.array([offset], mx.int32), tables, buffers)
+        except (ValueError, RuntimeError) as error:
+            raise NotRecordable(f"it cannot be traced: {error}") from error
 
     def _run_recorded(self, token: int, offset: int, buffers: list[mx.array]) -> mx.array:
         tables = self._tables(offset)
-        if self._recorded is None or not self._recorded.over(buffers):
+        if self._recorded is None or not self._recorded.moved_to(buffers):
             self._recorded = _Recorded(self._model, self._arrays, self._ropes, (token, offset, tables), buffers)
+            return self._recorded.logits
         return self._recorded(token, offset, tables)
 
 
@@ -180,9 +187,14 @@ class _Recorded:
         self._tell(*first)
         ids, start, *rotations = self._inputs
         positions = _StepPositions(start, dict(zip(ropes, rotations, strict=True)))
-        known = [*self._inputs, *buffers, *arrays, *(array for _, array in tree_flatten(model.parameters()))]
-        with Recording(known) as self._recording:
+        known = [*self._inputs, *arrays, *(array for _, array in tree_flatten(model.parameters()))]
+        with Recording(known, buffers) as self._recording:
             self._recording.finish(_logits(model, ids, [_PlacedState(buffer) for buffer in buffers], positions))
+
+    @property
+    def logits(self) -> mx.array:
+        """What the last run gave."""
+        return mx.array(self._recording.result)
 
     def _tell(self, token: int, offset: int, tables: list[np.ndarray]) -> None:
         ids, start, *rotations = self._memory
@@ -190,9 +202,19 @@ class _Recorded:
         for memory, table in zip(rotations, tables, strict=True):
             memory[...] = table
 
-    def over(self, buffers: list[mx.array]) -> bool:
-        return all(mine is theirs for mine, theirs in zip(self._buffers, buffers, strict=True))
+    def moved_to(self, buffers: list[mx.array]) -> bool:
+        """Go over to ``buffers``; False where they are not like those that were recorded."""
+        pairs = list(zip(self._buffers, buffers, strict=True))
+        if all(mine is theirs for mine, theirs in pairs):
+            return True
+        if any(mine.shape != theirs.shape or mine.dtype != theirs.dtype for mine, theirs in pairs):
+            return False
+        mx.eval(buffers)
+        self._recording.move(self._buffers, buffers)
+        self._buffers = buffers
+        return True
 
     def __call__(self, token: int, offset: int, tables: list[np.ndarray]) -> mx.array:
         self._tell(token, offset, tables)
-        return mx.array(self._recording.replay())
+        self._recording.replay()
+        return self.logits

@@ -110,8 +110,172 @@ def _gemma4(kinds: str, **fields: Any) -> dict[str, Any]:
     }
 
 
+def _deepseek(version: int, **fields: Any) -> dict[str, Any]:
+    """DeepSeek-V2-Lite or V3 in miniature. YaRN keeps some of the 4 pairs, blends and divides the others."""
+    yarn = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 64, "beta_fast": 32, "beta_slow": 1}
+    scaled = {**yarn, "mscale": 0.707, "mscale_all_dim": 0.707}
+    config = {
+        "model_type": f"deepseek_v{version}",
+        **_DENSE,
+        "rms_norm_eps": 1e-6,
+        "num_hidden_layers": 3,
+        "num_key_value_heads": fields.get("num_attention_heads", 4),
+        "max_position_embeddings": 2560,
+        "rope_scaling": scaled,
+        "q_lora_rank": None,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 32,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "moe_intermediate_size": 64,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 3,
+        "routed_scaling_factor": 1.0,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": False,
+        "topk_method": "greedy",
+        "scoring_func": "softmax",
+    }
+    if version == 3:
+        config |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True}
+        config |= {"n_shared_experts": 1, "routed_scaling_factor": 2.5}
+        config["rope_scaling"] = {**yarn, "mscale": 1.0, "mscale_all_dim": 1.0}
+    return {**config, **fields}
+
+
+_GPT_OSS_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 64,
+    "truncate": False,
+}
+
+
+def _gpt_oss(**fields: Any) -> dict[str, Any]:
+    config = {
+        "model_type": "gpt_oss",
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "attention_bias": True,
+        "rope_theta": 150000,
+        "rope_scaling": _GPT_OSS_YARN,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": WINDOW,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+        **fields,
+    }
+    if config["rope_scaling"] is None:
+        del config["rope_theta"], config["rope_scaling"]
+    return config
+
+
+def _qwen(kinds: str, experts: int = 0, **fields: Any) -> dict[str, Any]:
+    """``kinds`` has an l or an f for each layer, and an f at the end of each period."""
+    name = "qwen3_5_moe" if experts else "qwen3_5"
+    blocks = {
+        "num_experts": experts,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 128,
+    }
+    return {
+        "model_type": name,
+        "tie_word_embeddings": False,
+        "text_config": {
+            "model_type": f"{name}_text",
+            "vocab_size": 320,
+            "hidden_size": 64,
+            "num_hidden_layers": len(kinds),
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "max_position_embeddings": 512,
+            "rms_norm_eps": 1e-6,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "attn_output_gate": True,
+            "mamba_ssm_dtype": "float32",
+            "layer_types": [{"l": "linear_attention", "f": "full_attention"}[kind] for kind in kinds],
+            "full_attention_interval": kinds.index("f") + 1,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 32,
+            "linear_conv_kernel_dim": 4,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.25,
+                "mrope_interleaved": True,
+                "mrope_section": [2, 1, 1],
+            },
+            "tie_word_embeddings": False,
+            **(blocks if experts else {"intermediate_size": 128}),
+            **fields,
+        },
+    }
+
+
 # Scalings change only what lies past their original length, so that is 16 here and shows in short prompts.
 _VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "deepseek2": {
+        "deepseek-v2-lite": _deepseek(2),
+        "deepseek-v2": _deepseek(
+            2,
+            num_attention_heads=3,
+            q_lora_rank=64,
+            v_head_dim=24,
+            topk_method="group_limited_greedy",
+            n_group=4,
+            topk_group=2,
+            routed_scaling_factor=16.0,
+            rope_scaling={
+                "type": "yarn",
+                "factor": 40,
+                "original_max_position_embeddings": 64,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.6,
+            },
+        ),
+        "deepseek-v3": _deepseek(3, q_lora_rank=64, qk_nope_head_dim=64, n_group=4, topk_group=2),
+        "deepseek-v3-flat": _deepseek(
+            3, rope_scaling=None, moe_layer_freq=2, first_k_dense_replace=0, norm_topk_prob=False
+        ),
+        "deepseek-v3-halves": _deepseek(
+            3,
+            num_hidden_layers=2,
+            num_attention_heads=5,
+            rope_interleave=False,
+            tie_word_embeddings=True,
+            n_group=2,
+            topk_group=1,
+            rope_scaling=None,
+            rope_theta=None,
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 5000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+            },
+        ),
+    },
     "gemma4": {
         "gemma4-moe": _gemma4("sfsf", enable_moe_block=True, num_experts=8, top_k_experts=3, moe_intermediate_size=64),
         "gemma4-dense": _gemma4("ssf"),
@@ -131,6 +295,25 @@ _VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
             attention_k_eq_v=False,
             hidden_size_per_layer_input=32,
             rope_parameters={**_GEMMA4_ROPE, "full_attention": {"rope_type": "default", "rope_theta": 5e5}},
+        ),
+    },
+    "gpt_oss": {
+        "gpt-oss": _gpt_oss(),
+        "gpt-oss-truncated": _gpt_oss(
+            num_attention_heads=6, num_key_value_heads=2, rope_scaling=_GPT_OSS_YARN | {"truncate": True}
+        ),
+        "gpt-oss-plain": _gpt_oss(
+            num_hidden_layers=3,
+            num_attention_heads=3,
+            num_key_value_heads=1,
+            layer_types=["full_attention", "full_attention", "sliding_attention"],
+            attention_bias=False,
+            tie_word_embeddings=True,
+            num_experts_per_tok=2,
+            swiglu_alpha=1.3,
+            swiglu_limit=0.75,
+            rope_scaling=None,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         ),
     },
     "llama": {
@@ -182,6 +365,18 @@ _VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
             "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
         },
     },
+    "qwen": {
+        "qwen3.5": _qwen("llf", num_attention_heads=6, linear_num_value_heads=6),
+        "qwen3.5-moe": _qwen("lf", experts=8),
+        "qwen3.5-tied": _qwen(
+            "lf",
+            tie_word_embeddings=None,
+            linear_num_key_heads=4,
+            linear_key_head_dim=48,
+            linear_conv_kernel_dim=2,
+        )
+        | {"tie_word_embeddings": True},
+    },
 }
 
 
@@ -209,10 +404,11 @@ def tiny_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, np.ndarr
         place = family.place(name, parsed)
         assert isinstance(place, Placement)
         values = np.random.default_rng([seed, zlib.crc32(name.encode())]).standard_normal(shape)
-        if place.role != "vector":
+        if place.role != "vector" and not name.endswith(".bias"):
             values *= 0.15
         elif re.search(r"norm(_\d)?\.weight$|scale$|scalar$", name):
-            values = 1 + 0.2 * values
+            stored_less_1 = getattr(parsed, "centered_norms", False) and ".linear_attn." not in name
+            values = 0.2 * values + (0 if stored_less_1 else 1)
         else:
             values *= 0.3
         weights[place.checkpoint_name] = values.astype(np.float32)

@@ -25,7 +25,8 @@ class Backend:
 
     ``device`` is ``"cpu"`` or ``"gpu"``. ``reason`` is one sentence for the user. ``launch`` runs one of our kernels,
     with None for an input that is left out, or is None where there are none. Where kernels are compiled ahead,
-    ``prepare`` does it for one and ``rehearse`` for all of some passes, which it calls without computing anything.
+    ``prepare`` does it for one and ``rehearse`` for all of some passes, which it calls without computing anything;
+    it is None where passes have to be run for that.
     ``counters`` maps ``(op, path)`` to a number of calls, where path is ``"kernel"``, ``"mlx"`` (plain mlx) or
     ``"blas"`` (numpy's BLAS, on a CPU).
     """
@@ -37,9 +38,7 @@ class Backend:
         default=None, compare=False, repr=False
     )
     prepare: Callable[[Launch], None] = field(default=lambda call: None, compare=False, repr=False)
-    rehearse: Callable[[Iterable[Callable[[], object]]], None] = field(
-        default=lambda passes: None, compare=False, repr=False
-    )
+    rehearse: Callable[[Iterable[Callable[[], object]]], None] | None = field(default=None, compare=False, repr=False)
     counters: Counter[tuple[str, str]] = field(default_factory=Counter, compare=False, repr=False)
 
     def count(self, op: str, path: str) -> None:

@@ -30,9 +30,6 @@ TYPES = {
 NUMPY_TYPES = {mx.float32: np.float32, mx.int32: np.int32, mx.uint32: np.uint32}
 SHAPE, STRIDES = 1, 2
 
-observers: list[Callable[..., None]] = []
-"""The last one is told of each launch: its inputs, and its outputs as numpy and as MLX arrays."""
-
 
 def thread_count() -> int:
     """The cores that this process may use: its affinity, and the quota of its control group."""
@@ -132,38 +129,42 @@ def prepared(call: Launch) -> tuple[int, bytes, tuple]:
     return address, bytes(reads), outputs
 
 
-class _Rehearsal(threading.local):
-    """The launches of this thread that are noted instead of run, while there is a list for them."""
+class _Watch(threading.local):
+    """Who watches the launches of this thread: a list that they are noted in instead of being run, or a function that
+    is told of each, with its inputs and its outputs as numpy and as MLX arrays."""
 
     calls: list[Launch] | None = None
+    observer: Callable[..., None] | None = None
 
 
-_rehearsal = _Rehearsal()
+watch = _Watch()
+
+
+def rehearsing() -> bool:
+    """Whether kernels give zeros at the moment, so that nothing needs to be computed from them."""
+    return watch.calls is not None
 
 
 def rehearse(passes: Iterable[Callable[[], object]]) -> None:
-    """Compile what ``passes`` will launch, on all cores at once. While they are called here, kernels give zeros.
-
-    Nothing but the first is called where all of its kernels are in the cache. Raises BackendError.
-    """
-    _rehearsal.calls = calls = []
-    texts: dict[str, str] = {}
-    chosen = _chosen()[0]
+    """Compile and load what ``passes`` will launch, on all cores at once. While they are called here, kernels and
+    the BLAS give zeros, which takes next to no time. Raises BackendError."""
+    watch.calls = calls = []
     try:
         for each in passes:
             each()
-            texts |= {source_text(call): call.kernel.name for call in calls}
-            if all(compiler.library_path(name, text, chosen).exists() for text, name in texts.items()):
-                return
     finally:
-        _rehearsal.calls = None
-    compiler.build_all(texts, chosen, thread_count())
+        watch.calls = None
+    different = dict.fromkeys(calls)
+    texts = {source_text(call): call.kernel.name for call in different}
+    compiler.build_all(texts, _chosen()[0], thread_count())
+    for call in different:
+        prepared(call)
 
 
 def run(call: Launch, inputs: tuple[mx.array | None, ...]) -> tuple[np.ndarray, ...]:
     """Run one kernel, wait for it, and return its outputs."""
-    if _rehearsal.calls is not None:
-        _rehearsal.calls.append(call)
+    if watch.calls is not None:
+        watch.calls.append(call)
         return tuple(np.zeros(shape, NUMPY_TYPES[dtype]) for _, shape, dtype in call.present_outputs)
     address, reads, made = prepared(call)
     outputs = tuple(np.empty(shape, dtype) for shape, dtype in made)
@@ -177,8 +178,8 @@ def run(call: Launch, inputs: tuple[mx.array | None, ...]) -> tuple[np.ndarray, 
 
 def prepare(call: Launch) -> None:
     """Compile a kernel, or load it from the cache, so that its first launch is as fast as the others."""
-    if _rehearsal.calls is not None:
-        _rehearsal.calls.append(call)
+    if watch.calls is not None:
+        watch.calls.append(call)
     else:
         prepared(call)
 
@@ -187,6 +188,6 @@ def launch(call: Launch, inputs: tuple[mx.array | None, ...]) -> list[mx.array]:
     """`run` with its outputs as MLX arrays."""
     outputs = run(call, inputs)
     arrays = [mx.array(output) for output in outputs]
-    if observers:
-        observers[-1](call, inputs, outputs, arrays)
+    if watch.observer is not None:
+        watch.observer(call, inputs, outputs, arrays)
     return arrays

@@ -26,27 +26,30 @@ class NotRecordable(TurbosparkError):
 
 
 class Recording:
-    """A context manager that notes the launches of its thread's code, for `replay`."""
+    """A context manager that notes the launches of its thread, for `replay`."""
 
-    def __init__(self, known: Iterable[mx.array]):
-        """``known`` are arrays, evaluated, that stay where they are and may change."""
+    def __init__(self, known: Iterable[mx.array], lent: Iterable[mx.array] = ()):
+        """``known`` and ``lent`` are evaluated arrays that stay where they are and may change. Those that are ``lent``
+        are the caller's to keep, and can be replaced by `move`."""
         self._library, self._threads = host.runtime()
         self._kept: list[object] = []
         self._calls: list[ctypes.Array] = []
+        # Where the calls hold the addresses of their inputs.
+        self._slots: list[ctypes.Array] = []
         # (first address, past the last, what replaces the first)
         self._extents: list[tuple[int, int, int]] = []
-        for array in known:
+        self._kept += (known := list(known))
+        for array in (*known, *lent):
             address, size = self._extent(array)
-            self._kept.append(array)
             insort(self._extents, (address, address + size, address))
         self._result: np.ndarray | None = None
 
     def __enter__(self) -> Recording:
-        host.observers.append(self._note)
+        host.watch.observer = self._note
         return self
 
     def __exit__(self, *_: object) -> None:
-        host.observers.remove(self._note)
+        host.watch.observer = None
 
     def finish(self, result: mx.array) -> None:
         """Make ``result``, float32, what `replay` returns. Raises NotRecordable unless a kernel wrote it."""
@@ -56,10 +59,24 @@ class Recording:
         self._pointers = (ctypes.c_void_p * len(self._calls))(*map(ctypes.addressof, self._calls))
         self._replay = ctypes.CDLL(self._library._name).replay
 
+    @property
+    def result(self) -> np.ndarray:
+        """The memory that holds the last run's result."""
+        return self._result
+
     def replay(self) -> np.ndarray:
-        """Run the kernels again; returns the result's memory, which the next run overwrites."""
+        """Run the kernels again; returns `result`."""
         self._replay(self._pointers, len(self._calls), self._threads)
         return self._result
+
+    def move(self, old: list[mx.array], new: list[mx.array]) -> None:
+        """Read and write ``new`` where ``old`` was lent: evaluated arrays of the same shapes and dtypes."""
+        extents = sorted((*self._extent(one), self._extent(other)[0]) for one, other in zip(old, new, strict=True))
+        starts = [start for start, *_ in extents]
+        for slot in self._slots:
+            index = bisect_right(starts, slot[0]) - 1
+            if index >= 0 and slot[0] < extents[index][0] + extents[index][1]:
+                slot[0] += extents[index][2] - extents[index][0]
 
     def _extent(self, array: object) -> tuple[int, int]:
         found = (ctypes.c_uint64 * 2)()
@@ -85,6 +102,7 @@ class Recording:
         count = self._library.memory_arguments(call, slots)
         for slot, (name, _) in zip(slots[: count - len(outputs)], launch.present_inputs, strict=True):
             slot[0] = self._replaced(slot[0], f"input {name} of {launch.kernel.name}")
+            self._slots.append(slot)
         for output, array in zip(outputs, arrays, strict=True):
             (mine, size), (theirs, _) = self._extent(output), self._extent(array)
             insort(self._extents, (theirs, theirs + size, mine))

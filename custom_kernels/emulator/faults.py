@@ -47,6 +47,21 @@ def thread(found: list[list[int]] | None) -> str:
     return f"thread ({x}, {y}, {z}) of threadgroup ({gx}, {gy}, {gz})"
 
 
+def ended(code: int) -> str:
+    """How a process ended that said nothing itself."""
+    if code >= 0:
+        return f"ended with {code}"
+    hint = ", often for lack of memory" if -code == signals.SIGKILL else ""
+    return f"was killed ({_signal(-code)}{hint})"
+
+
+def _signal(number: int) -> str:
+    try:
+        return signals.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 def fault(name: str, report: dict, places: list[tuple[Place, ...]]) -> KernelFault:
     """The exception for what the runtime reported."""
     kind, at, who = report["fault"], place(places[report["site"]]), thread(report["thread"])
@@ -69,11 +84,7 @@ def fault(name: str, report: dict, places: list[tuple[Place, ...]]) -> KernelFau
         if there:
             what += f" at {there}"
     elif kind == "signal":
-        try:
-            named = signals.Signals(report["signal"]).name
-        except ValueError:
-            named = f"signal {report['signal']}"
-        what = f"crashes ({named}) near there"
+        what = f"crashes ({_signal(report['signal'])}) near there"
     else:
         what = WORDS[kind].format(**report)
     return KernelFault(kind, f"kernel {name}, {at}, {who}: {what}")

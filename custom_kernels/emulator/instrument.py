@@ -13,6 +13,8 @@ SCALARS = {"i1": 1, "i8": 1, "i16": 2, "half": 2, "bfloat": 2, "i32": 4, "float"
 LOAD = re.compile(r"  (?:%\S+) = load (?:volatile )?(.+), ptr addrspace\([123]\) (.+?), align (\d+)")
 STORE = re.compile(r"  store (?:volatile )?(.+), ptr addrspace\([123]\) (.+?), align (\d+)")
 MEMORY = re.compile(r"@llvm\.mem(cpy|move|set)\.\S+?\((.*)\)")
+LABEL = re.compile(r"([\w.$-]+):(?:\s|$)")
+TARGET = re.compile(r"label %([\w.$-]+)")
 RUNTIME = re.compile(r"call .*@(emu_|__ubsan_|llvm\.ubsantrap)")
 LOCATION = re.compile(
     r"!(\d+) = (?:distinct )?!DILocation\(line: (\d+), column: (\d+), scope: !(\d+)(?:, inlinedAt: !(\d+))?"
@@ -123,6 +125,7 @@ def instrument(text: str, own: tuple[str, ...]) -> tuple[str, list[tuple[Place, 
 
     auto = {f"!annotation !{number}" for number in AUTO.findall(text)}
     # Unrolled, the checks would only make more code.
+    labels: set[str] = set()
     for line in text.replace('"llvm.loop.unroll.full"', '"llvm.loop.unroll.disable"').splitlines():
         # What private memory holds before it is written: clang's own pattern, made to differ between runs.
         if auto and any(line.endswith(mark) for mark in auto):
@@ -153,6 +156,13 @@ def instrument(text: str, own: tuple[str, ...]) -> tuple[str, list[tuple[Place, 
                     check(what, pointer, bits[1], aligned[1] if aligned else 1, site())
         elif RUNTIME.search(line):
             result.append(f"  store i32 {site()}, ptr @emu_site")
+        elif line.startswith("define "):
+            labels.clear()
+        elif label := LABEL.match(line):
+            labels.add(label[1])
+        elif line.startswith("  br ") and labels.intersection(TARGET.findall(line)):
+            # Back to the beginning of a loop: without end, it may touch nothing but private memory.
+            result.append(f"  store volatile i32 {site()}, ptr @emu_site")
         result.append(line)
     declarations = [f"declare void @emu_{what}(i64, i32, i32, i32)" for what in ("read", "read_constant", "write")]
     if "declare void @llvm.memset.p0.i64(" not in text:

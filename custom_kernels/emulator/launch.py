@@ -25,6 +25,7 @@ from turbospark_mlx.errors import BackendError, KernelFault, OptionError
 HERE = Path(__file__).parent
 READ_ONLY, WRITTEN, OUTPUT = 0, 1, 2
 MAX_BUFFERS, MAX_THREADS = 31, 1024
+MAX_NUMBERED = 2**32 - 2
 POISONS = (0xFF, 0x7B)
 """What memory holds before it is written: NaN in every float type, then large numbers."""
 
@@ -51,6 +52,7 @@ class Result:
     outputs: list[np.ndarray]
     unwritten: dict[str, tuple[int, int]] = field(default_factory=dict)
     suspect: list | None = None
+    absent: list | None = None
 
 
 @functools.cache
@@ -118,7 +120,8 @@ def bind(
             size = math.prod(shape) * dtype.size
             data = None
             if init_value is not None:
-                filled = mx.full(shape, init_value, dtype)
+                # Of a plain float, mx.full makes floats, whatever type is asked for.
+                filled = mx.full(shape, mx.array(init_value, dtype))
                 data = memory_of(filled)[0]
             buffers.append(Buffer(parameter.name, OUTPUT if data is None else WRITTEN, data, size, dtype.size))
         elif parameter.name in facts:
@@ -152,6 +155,12 @@ def geometry(name: str, recorded: Recorded) -> tuple[int, int, int]:
         raise KernelFault(
             "threads",
             f"kernel {name}: a threadgroup of {clamped} has {math.prod(clamped)} threads; Metal has {MAX_THREADS}",
+        )
+    threads = math.prod(-(-whole // size) * size for size, whole in zip(clamped, recorded.grid, strict=True))
+    if threads > MAX_NUMBERED:
+        raise OptionError(
+            f"kernel {name}: grid {recorded.grid} has more threads than the emulator can number, {MAX_NUMBERED:,}: "
+            "check a smaller one"
         )
     return clamped
 
@@ -188,15 +197,14 @@ def run_once(
         try:
             report = json.loads(done.stdout.splitlines()[-1])
         except (IndexError, ValueError) as error:
-            raise BackendError(
-                f"the process that emulates the kernel {name} ended with {done.returncode}: {done.stderr[-1000:]}"
-            ) from error
+            how = f"{faults.ended(done.returncode)}\n{done.stderr[-1000:]}".strip()
+            raise BackendError(f"the process that emulates the kernel {name} {how}") from error
         if "fault" in report:
             raise faults.fault(name, report, library.places)
         data = np.fromfile(f"{file}.out", np.uint8)
     sizes = [buffer.size for buffer in buffers if buffer.kind]
     outputs = np.split(data, np.cumsum(sizes)[:-1])
-    return Result(outputs, {k: tuple(v) for k, v in report["unwritten"].items()}, report["suspect"])
+    return Result(outputs, {k: tuple(v) for k, v in report["unwritten"].items()}, report["suspect"], report["absent"])
 
 
 def emulate_recorded(
@@ -265,11 +273,18 @@ def _raise_difference(name, library, output, buffers, one, other, first, run, se
             f"kernel {name}, {faults.place(library.places[site])}, {faults.thread(who)}: reads {what} before anything "
             f"is written there, and element {element} of {output} depends on it",
         )
+    if np.array_equal(ordered.outputs[i], other) and first.absent:
+        lane, site, who = first.absent
+        raise KernelFault(
+            "uninitialized",
+            f"kernel {name}, {faults.place(library.places[site])}, {faults.thread(who)}: takes the value of lane "
+            f"{lane}, which takes no part; element {element} of {output} depends on it, or on a variable "
+            "that nothing was written to",
+        )
     if np.array_equal(ordered.outputs[i], other):
         raise KernelFault(
             "uninitialized",
-            f"kernel {name}: element {element} of {output} depends on a variable that nothing was written to, or on "
-            "the value of a lane that took no part in a simdgroup function",
+            f"kernel {name}: element {element} of {output} depends on a variable that nothing was written to",
         )
     raise KernelFault(
         "order",

@@ -49,7 +49,11 @@ bool fresh(const Slot* slot, const Access& access) {
   return access.thread != 0 && (slot->kind != THREADGROUP || access.tick >= group_start);
 }
 
-void note(const Slot* slot, uint64_t address, uint32_t size, uint32_t site, bool is_write, bool atomic) {
+// What an access does, as bits.
+enum { READS = 1, WRITES = 2, ATOMICALLY = 4 };
+
+void note(const Slot* slot, uint64_t address, uint32_t size, uint32_t site, uint32_t how) {
+  const bool is_write = how & WRITES, atomic = how & ATOMICALLY;
   const uint32_t now = self();
   const uint64_t first = (address - slot->begin) / slot->granule, last = (address + size - 1 - slot->begin) / slot->granule;
   for (uint64_t i = first; i <= last; ++i) {
@@ -57,6 +61,11 @@ void note(const Slot* slot, uint64_t address, uint32_t size, uint32_t site, bool
     const bool written = fresh(slot, shadow.write);
     if (written && !(atomic && shadow.write.thread == ATOMIC) && !ordered(shadow.write, now, slot->kind)) {
       race(slot, address, shadow.write, true, site, is_write);
+    }
+    if (how & READS && !written && slot->kind != WRITTEN && !suspect_name) {
+      suspect_name = slot->name;
+      suspect_site = site;
+      suspect_thread = now;
     }
     if (is_write) {
       const Access* reads[] = {&shadow.read, &shadow.other_read};
@@ -66,11 +75,6 @@ void note(const Slot* slot, uint64_t address, uint32_t size, uint32_t site, bool
       shadow.write = {atomic ? ATOMIC : now, tick, site};
       shadow.read = shadow.other_read = {};
     } else {
-      if (!written && slot->kind != WRITTEN && !suspect_name) {
-        suspect_name = slot->name;
-        suspect_site = site;
-        suspect_thread = now;
-      }
       if (shadow.read.thread != now) shadow.other_read = shadow.read;
       shadow.read = {now, tick, site};
     }
@@ -111,7 +115,7 @@ static void read(uint64_t address, uint32_t size, uint32_t alignment, uint32_t s
   const Slot* slot = slot_of(address, size, site, may_be_constant);
   if (!slot) return;
   check_alignment(slot, address, size, alignment, site);
-  if (slot->shadow && size) note(slot, address, size, site, false, false);
+  if (slot->shadow && size) note(slot, address, size, site, READS);
 }
 
 extern "C" void emu_read(uint64_t address, uint32_t size, uint32_t alignment, uint32_t site) {
@@ -129,16 +133,16 @@ extern "C" void emu_write(uint64_t address, uint32_t size, uint32_t alignment, u
   if (slot->kind == READ_ONLY) {
     fault("input", site, self(), "\"name\":\"%s\",\"offset\":%llu", slot->name, (unsigned long long)(address - slot->begin));
   }
-  if (size) note(slot, address, size, site, true, false);
+  if (size) note(slot, address, size, site, WRITES);
 }
 
-extern "C" void emu_atomic(uint64_t address, uint32_t size) {
+extern "C" void emu_atomic(uint64_t address, uint32_t size, bool reads) {
   const Slot* slot = slot_of(address, size, emu_site, false);
   check_alignment(slot, address, size, size, emu_site);
   if (slot->kind == READ_ONLY) {
     fault("input", emu_site, self(), "\"name\":\"%s\",\"offset\":%llu", slot->name, (unsigned long long)(address - slot->begin));
   }
-  note(slot, address, size, emu_site, true, true);
+  note(slot, address, size, emu_site, WRITES | ATOMICALLY | (reads ? READS : 0));
 }
 
 // The memory of a threadgroup variable; the first thread that comes to it makes it.

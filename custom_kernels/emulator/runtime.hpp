@@ -97,3 +97,11 @@ extern "C" const char* emu_suspect(uint32_t* site, char* thread, uint64_t size) 
   print_thread(thread, size, suspect_thread);
   return suspect_name;
 }
+
+// The first time that a lane took the value of one that was not there, or false.
+extern "C" bool emu_absence(uint32_t* lane, uint32_t* site, char* thread, uint64_t size) {
+  *lane = absent_lane;
+  *site = absent_site;
+  print_thread(thread, size, absent_thread);
+  return absent_thread != 0;
+}

@@ -77,6 +77,7 @@ uint64_t random_state;
 bool shuffled;
 const char* suspect_name;
 uint32_t suspect_site, suspect_thread;
+uint32_t absent_lane, absent_site, absent_thread;
 uint32_t seconds_allowed;
 uint32_t grid_size[3], nominal[3];
 

@@ -172,6 +172,14 @@ extern "C" void emu_simdgroup_barrier(uint32_t flags) { wait_as(AT_SIMD_BARRIER,
 
 extern "C" uint32_t emu_lane() { return running->self.thread_index_in_simdgroup; }
 
+// A lane takes the value of one that is not there.
+extern "C" void emu_absent(uint32_t lane) {
+  if (absent_thread) return;
+  absent_lane = lane;
+  absent_site = running->site;
+  absent_thread = running->number;
+}
+
 extern "C" emu_exchange* emu_simd(const void* value, uint32_t size) {
   Fiber* fiber = running;
   emu_exchange& exchange = simdgroups[fiber->self.simdgroup_index_in_threadgroup].exchange[fiber->exchanges++ & 1];
@@ -193,6 +201,7 @@ extern "C" void emu_run(void* kernel, const uint32_t* grid, const uint32_t* thre
   }
   const uint32_t nominal_threads = nominal[0] * nominal[1] * nominal[2];
   uint32_t* order = static_cast<uint32_t*>(malloc(total * sizeof(uint32_t)));
+  if (!order) fault("memory", 0, 0, "\"bytes\":%llu", (unsigned long long)(total * sizeof(uint32_t)));
   permute(order, total);
   for (uint32_t n = 0; n < total; ++n) {
     const uint32_t group = order[n], at[3] = {group % groups[0], group / groups[0] % groups[1], group / groups[0] / groups[1]};

@@ -13,6 +13,7 @@ def main() -> None:
     kernel = ctypes.CDLL(sys.argv[2])
     runtime.emu_buffer.restype = runtime.emu_unwritten.restype = ctypes.c_uint64
     runtime.emu_suspect.restype = ctypes.c_char_p
+    runtime.emu_absence.restype = ctypes.c_bool
     with open(sys.argv[3], "rb") as file:
         job = json.loads(file.readline())
         buffers = job["buffers"]
@@ -41,7 +42,10 @@ def main() -> None:
     site, thread = ctypes.c_uint32(), ctypes.create_string_buffer(128)
     suspect = runtime.emu_suspect(ctypes.byref(site), thread, ctypes.c_uint64(128))
     found = [suspect.decode(), site.value, json.loads(thread.value)] if suspect else None
-    print(json.dumps({"unwritten": missing, "suspect": found}), flush=True)
+    lane = ctypes.c_uint32()
+    alone = runtime.emu_absence(ctypes.byref(lane), ctypes.byref(site), thread, ctypes.c_uint64(128))
+    absent = [lane.value, site.value, json.loads(thread.value)] if alone else None
+    print(json.dumps({"unwritten": missing, "suspect": found, "absent": absent}), flush=True)
 
 
 if __name__ == "__main__":

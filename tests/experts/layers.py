@@ -10,13 +10,14 @@ import numpy as np
 from tests.gturbo import handmade
 from tests.kernels import oracle
 from turbospark_mlx.gturbo import Install, InstallWriter, TensorSpec
-from turbospark_mlx.protocols import AffineFormat, ExpertSpec
+from turbospark_mlx.protocols import AffineFormat, ExpertSpec, Mxfp4Format
 
 INT4 = AffineFormat(4, 32, "bfloat16")
 FORMATS = {
     "int4": (INT4, INT4, INT4),
     "mixed": (AffineFormat(8, 64, "float16"), AffineFormat(6, 32, "float32"), AffineFormat(3, 32, "bfloat16")),
     "plain": ("bfloat16", "float32", "float16"),
+    "mxfp4": (Mxfp4Format(), Mxfp4Format(), Mxfp4Format()),
 }
 SPEC = ExpertSpec(num_experts=16, top_k=4, hidden=128, intermediate=96)
 
@@ -91,10 +92,21 @@ def _random(rng, tensor: TensorSpec) -> tuple[dict[str, mx.array], np.ndarray]:
         parts = oracle.random_affine(rng, *tensor.shape, tensor.dtype.bits, tensor.dtype.group_size, dtype)
         values = oracle.unpack(*parts, tensor.dtype.bits, tensor.dtype.group_size)
         return dict(zip(("data", "scales", "biases"), parts, strict=True)), values
+    if isinstance(tensor.dtype, Mxfp4Format):
+        return _random_mxfp4(rng, *tensor.shape)
     spread = 2.0 if len(tensor.shape) == 1 else 0.3
     array = mx.array((spread * rng.normal(size=tensor.shape)).astype(np.float32)).astype(getattr(mx, tensor.dtype))
     mx.eval(array)
     return {"data": array}, oracle.float64(array)
+
+
+def _random_mxfp4(rng, rows: int, columns: int) -> tuple[dict[str, mx.array], np.ndarray]:
+    codes = rng.integers(0, 16, (rows, columns // 8, 8))
+    exponents = rng.integers(120, 126, (rows, columns // 32))
+    words = (codes << (4 * np.arange(8))).sum(axis=-1).astype(np.uint32)
+    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])[codes & 7] * np.where(codes & 8, -1, 1)
+    values = values.reshape(rows, columns) * 2.0 ** (exponents.repeat(32, axis=1) - 127)
+    return {"data": mx.array(words), "scales": mx.array(exponents.astype(np.uint8))}, values
 
 
 def route(rng, spec: ExpertSpec, rows: int, pool: int | None = None) -> mx.array:

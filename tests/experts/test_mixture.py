@@ -48,6 +48,7 @@ def written(tmp_path_factory):
 
 
 CASES = [("silu", "int4"), ("gelu", "mixed"), ("clamped", "int4"), ("clamped", "plain"), ("silu", "mixed")]
+CASES += [("clamped", "mxfp4"), ("wide", "mxfp4")]
 
 
 @pytest.mark.parametrize(("spec", "formats"), CASES)

@@ -1,4 +1,4 @@
-"""The example script runs as it stands."""
+"""The example scripts run as they stand."""
 
 import os
 import runpy
@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "llama.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SCRIPT = EXAMPLES / "llama.py"
+
+
+def run(script: str, *arguments: str, monkeypatch, capsys) -> str:
+    monkeypatch.setattr(sys, "argv", [script, *arguments])
+    runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+    return capsys.readouterr().out
 
 
 @pytest.mark.parametrize("variant", ["llama", "mistral"])
@@ -27,6 +34,14 @@ def test_it_lists_the_variants(monkeypatch, capsys):
     assert "mistral-mixed" in capsys.readouterr().out.split()
 
 
+@pytest.mark.parametrize("variant", ["gpt-oss", "gpt-oss-plain"])
+def test_gpt_oss_runs_on_a_tiny_model_that_it_makes(variant, monkeypatch, capsys):
+    out = run("gpt_oss.py", "--variant", variant, "--tokens", "6", monkeypatch=monkeypatch, capsys=capsys)
+    assert "sees the last 8" in out
+    assert "sees all" in out
+    assert "streamed logits differ by 0;" in out
+
+
 def test_a_reader_that_goes_away_is_no_error():
     reader, writer = os.pipe()
     os.close(reader)
@@ -36,3 +51,16 @@ def test_a_reader_that_goes_away_is_no_error():
     finally:
         os.close(writer)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_streaming_changes_no_token(monkeypatch, capsys):
+    out = run("streaming.py", "--tokens", "8", monkeypatch=monkeypatch, capsys=capsys)
+    assert "5 ways, the same tokens" in out
+    assert out.count("% hits") == 4
+
+
+def test_latent_attention_in_both_forms(monkeypatch, capsys):
+    out = run("deepseek2.py", "--variant", "deepseek-v2", "--tokens", "8", monkeypatch=monkeypatch, capsys=capsys)
+    assert "a token leaves 72 numbers in each of 3 layers" in out
+    assert out.count("to experts of 2 groups in 4") == 2
+    assert "after a rollback the logits differ by 0" in out

@@ -1,4 +1,4 @@
-"""Installs with routed experts, and of Gemma 4: converter, packed files, loader, logits."""
+"""Installs with routed experts, of Gemma 4 and of Qwen 3.5: converter, packed files, loader, logits."""
 
 import json
 import shutil
@@ -17,8 +17,21 @@ from turbospark_mlx.gturbo import Install
 from turbospark_mlx.runner import Runner
 from turbospark_mlx.testing import make_tiny_install, tiny_config
 
-ROUTED = [("llama", "mixtral"), ("llama", "qwen3-moe-sums"), ("gemma4", "gemma4-moe")]
+ROUTED = [
+    ("llama", "mixtral"),
+    ("llama", "qwen3-moe-sums"),
+    ("gemma4", "gemma4-moe"),
+    ("gpt_oss", "gpt-oss"),
+    ("deepseek2", "deepseek-v3"),
+    ("qwen", "qwen3.5-moe"),
+]
 EVERY = [*ROUTED, ("gemma4", "gemma4-dense"), ("gemma4", "gemma4-small"), ("gemma4", "gemma4-untied")]
+EVERY += [
+    ("deepseek2", "deepseek-v2-lite"),
+    ("deepseek2", "deepseek-v2"),
+    ("qwen", "qwen3.5"),
+    ("qwen", "qwen3.5-tied"),
+]
 NUMPY = {"bfloat16": np.uint16, "float16": np.float16, "float32": np.float32}
 
 
@@ -144,7 +157,7 @@ def test_a_factory_takes_the_place_of_the_stacks(install, family, variant):
         def begin(self, indices):
             return indices
 
-        def finish(self, pending, x, weights, *, meanwhile=()):
+        def finish(self, pending, x, weights, *, meanwhile=(), residual=None):
             return mx.zeros_like(x)
 
     def factory(position, spec):
@@ -156,8 +169,8 @@ def test_a_factory_takes_the_place_of_the_stacks(install, family, variant):
     assert not [name for name, _ in tree_flatten(model.parameters()) if "switch" in name]
     with Install.open(path, verify="off") as opened:
         layers = len(opened.experts.layers)
-    activation = "gelu_tanh" if family == "gemma4" else "silu"
-    spec = (4, 2) if variant == "mixtral" else (8, 3)
+    activation = {"gemma4": "gelu_tanh", "gpt_oss": "clamped_swiglu"}.get(family, "silu")
+    spec = {"mixtral": (4, 2), "gpt-oss": (6, 3)}.get(variant, (8, 3))
     assert asked == [(position, *spec, activation) for position in range(layers)]
     assert np.isfinite(np.array(model(mx.array([PROMPT[:5]])))).all()
 

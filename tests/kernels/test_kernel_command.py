@@ -87,7 +87,12 @@ def test_templates_headers_and_other_types(check, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "says nothing about --input"),
+        ([], "says nothing about --output"),
+        (["--input", "y=float32:4"], "y is an input and an output"),
+        (["--input", "x=float64:4"], "float64 is not a type of Metal"),
+        (["--input", "x=float32:4000000000"], "arrays of 0 to"),
+        (["--input", "x=uint8:4:300"], "uint8 cannot hold 300"),
+        (["--template", "N=99999999999"], "template values of at most"),
         (["--input", "x=floaty:4"], "'floaty' is not a type of MLX"),
         (["--input", "x=float32:4y"], "expected TYPE:SHAPE"),
         (["--input", "x=float32:4:odd"], "'odd' is not normal, bits, arange or a number"),
@@ -98,6 +103,38 @@ def test_wrong_options_are_explained(check, options, message):
     code, _, err = check("y[thread_position_in_grid.x] = 0;", *options, *more)
     assert code == 1
     assert message in err
+
+
+@pytest.mark.parametrize("option", ["--orders=-1", "--seconds=0", "--grid=4000000000", "--seed=-1"])
+def test_numbers_out_of_range_are_refused(check, option):
+    with pytest.raises(SystemExit):
+        check("y[thread_position_in_grid.x] = 0;", "--output", "y=float32:4", option)
+
+
+def test_numbers_fill_inputs_in_their_own_type(check):
+    sizes = ["--input", "n=uint32:1:4294967295", "--output", "y=uint32:4", "--grid", "4", "--threadgroup", "4"]
+    code, out, err = check("y[thread_position_in_grid.x] = n[0];", *sizes)
+    assert code == 0, err
+    assert "[4294967295 4294967295" in out
+
+
+def test_a_kernel_may_have_no_inputs(check):
+    sizes = ["--output", "y=float32:4", "--grid", "4", "--threadgroup", "4"]
+    code, out, err = check("y[thread_position_in_grid.x] = thread_position_in_grid.x;", *sizes)
+    assert code == 0, err
+    assert "[0. 1. 2. 3.]" in out
+
+
+def test_files_that_are_not_text_or_not_arrays(check, tmp_path):
+    strange = tmp_path / "strange.npy"
+    strange.write_bytes(b"y[0] = 1; // \xff")
+    sizes = ["--output", "y=float32:4", "--grid", "4", "--threadgroup", "4"]
+    code, _, err = check("y[thread_position_in_grid.x] = 0;", *sizes, "--header", str(strange))
+    assert code == 1
+    assert "strange.npy: byte 13 is not UTF-8" in err
+    code, _, err = check("y[thread_position_in_grid.x] = 0;", *sizes, "--input", f"x={strange}")
+    assert code == 1
+    assert "not an array of numbers" in err
 
 
 def test_the_example_mends_a_kernel(monkeypatch, capsys):

@@ -9,10 +9,22 @@ from collections.abc import Sequence
 from typing import Any
 
 from turbospark_mlx.cache.kv import LinearKV, RingKV
+from turbospark_mlx.cache.latent import LatentKV
 from turbospark_mlx.cache.masks import causal_mask
+from turbospark_mlx.cache.recurrent import RecurrentState
 from turbospark_mlx.protocols import LayerCache
 
-__all__ = ["LinearKV", "RingKV", "causal_mask", "mark_all", "reusable_prefix", "rollback_all", "trim_all"]
+__all__ = [
+    "LatentKV",
+    "LinearKV",
+    "RecurrentState",
+    "RingKV",
+    "causal_mask",
+    "mark_all",
+    "reusable_prefix",
+    "rollback_all",
+    "trim_all",
+]
 
 
 def mark_all(layers: Sequence[LayerCache]) -> list[Any]:

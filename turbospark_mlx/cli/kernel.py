@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import math
 import shlex
 from pathlib import Path
 
 HELP = "check a Metal kernel on this machine, whatever it is"
 CHECK_HELP = "compile and run the body of a Metal kernel, with every check there is"
+
+LARGEST = 2**31 - 1
+"""MLX counts sizes in 32 bits with a sign."""
 
 EPILOG = """\
 examples:
@@ -54,9 +58,18 @@ def _sizes(text: str) -> tuple[int, int, int]:
         found = [int(part) for part in text.split(",")]
     except ValueError:
         found = []
-    if not 1 <= len(found) <= 3 or min(found) < 1:
+    if not 1 <= len(found) <= 3 or min(found) < 1 or max(found) > LARGEST:
         raise argparse.ArgumentTypeError(f"{text!r} is not one to three sizes such as 256 or 256,4")
     return tuple([*found, 1, 1][:3])
+
+
+def _count(least: int):
+    def number(text: str) -> int:
+        if not text.isdecimal() or not least <= int(text) <= LARGEST:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more")
+        return int(text)
+
+    return number
 
 
 def _named(text: str) -> tuple[str, str]:
@@ -82,9 +95,9 @@ def _add_check_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--init-value", metavar="V", type=float, help="what MLX fills the outputs with first")
     parser.add_argument("--written", metavar="NAME", action="append", help="an input that the kernel may write to")
     parser.add_argument("--optional", metavar="NAME", action="append", help="an output that may stay unwritten")
-    parser.add_argument("--orders", metavar="N", type=int, help="shuffled orders to try (3)")
-    parser.add_argument("--seconds", metavar="S", type=int, help="time that one run may take (60)")
-    parser.add_argument("--seed", metavar="N", type=int, help="of random inputs (0)")
+    parser.add_argument("--orders", metavar="N", type=_count(0), help="shuffled orders to try (3)")
+    parser.add_argument("--seconds", metavar="S", type=_count(1), help="time that one run may take (60)")
+    parser.add_argument("--seed", metavar="N", type=_count(0), help="of random inputs (0)")
     parser.add_argument(
         "--expect", metavar="NAME=FILE.npy", **repeated, help="what an output has to be; may be repeated"
     )
@@ -118,16 +131,18 @@ def run(args: argparse.Namespace) -> int:
     from turbospark_mlx.custom_kernels import emulate
     from turbospark_mlx.errors import OptionError
 
-    source = args.file.read_text(encoding="utf-8")
+    source = _text(args.file)
     args = _options(args, source)
-    for name in ("input", "output", "grid", "threadgroup"):
+    for name in ("output", "grid", "threadgroup"):
         if not getattr(args, name):
             raise OptionError(f"{args.file}: says nothing about --{name}; see: turbospark-mlx kernel check --help")
     mx.set_default_device(mx.cpu)
     rng = np.random.default_rng(args.seed or 0)
-    header = args.header.read_text(encoding="utf-8") if args.header else ""
-    inputs = {name: _input(name, spec, rng) for name, spec in args.input}
+    header = _text(args.header) if args.header else ""
+    inputs = {name: _input(name, spec, rng) for name, spec in args.input or ()}
     outputs = {name: _type_and_shape("output", name, spec.split(":")) for name, spec in args.output}
+    if both := inputs.keys() & outputs.keys():
+        raise OptionError(f"{args.file}: {min(both)} is an input and an output; an input written to takes --written")
     kernel = mx.fast.metal_kernel(
         name=args.file.stem if args.file.stem.isidentifier() else "kernel",
         input_names=list(inputs),
@@ -161,13 +176,35 @@ def run(args: argparse.Namespace) -> int:
     for name, file in args.expect or ():
         if name not in plain:
             raise OptionError(f"--expect {name}: the outputs are {', '.join(plain)}")
-        wrong += _differs(name, plain[name], np.load(file), 1e-3 if args.tolerance is None else args.tolerance)
+        wrong += _differs(
+            name, plain[name], _array_of(f"expect {name}", file), 1e-3 if args.tolerance is None else args.tolerance
+        )
     for name, array in plain.items():
         with np.printoptions(threshold=8, precision=5):
             print(f"{name} {list(array.shape)}: {str(array).replace(chr(10), '')}")
     if not wrong:
         print(f"{args.file}: nothing found")
     return int(bool(wrong))
+
+
+def _text(file: Path) -> str:
+    from turbospark_mlx.errors import OptionError
+
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise OptionError(f"{file}: byte {error.start} is not UTF-8; a kernel is text in UTF-8") from None
+
+
+def _array_of(option: str, file: str):
+    import numpy as np
+
+    from turbospark_mlx.errors import OptionError
+
+    try:
+        return np.load(file)
+    except (EOFError, ValueError):
+        raise OptionError(f"--{option}: {file} is not an array of numbers that numpy.save wrote") from None
 
 
 def _differs(name: str, found, expected, tolerance: float) -> bool:
@@ -201,6 +238,8 @@ def _dtype(name: str):
     found = getattr(mx, "bool_" if name == "bool" else name, None)
     if not isinstance(found, mx.Dtype):
         raise OptionError(f"{name!r} is not a type of MLX such as float32, bfloat16 or uint32")
+    if found == mx.float64:
+        raise OptionError("float64 is not a type of Metal: take float32")
     return found
 
 
@@ -211,16 +250,24 @@ def _type_and_shape(kind: str, name: str, parts: list[str]):
         shape = tuple(int(size) for size in parts[1].split("x"))
     except (IndexError, ValueError):
         raise OptionError(f"--{kind} {name}={':'.join(parts)}: expected TYPE:SHAPE such as float32:4x64") from None
-    return _dtype(parts[0]), shape
+    dtype = _dtype(parts[0])
+    if min(shape) < 0 or math.prod(shape) * dtype.size > LARGEST:
+        raise OptionError(f"--{kind} {name}={':'.join(parts)}: arrays of 0 to {LARGEST:,} bytes can be emulated")
+    return dtype, shape
 
 
 def _template(name: str, value: str):
     if value in ("true", "false"):
         return value == "true"
     try:
-        return int(value, 0)
+        number = int(value, 0)
     except ValueError:
         return _dtype(value)
+    if abs(number) > LARGEST:
+        from turbospark_mlx.errors import OptionError
+
+        raise OptionError(f"--template {name}={value}: MLX takes template values of at most {LARGEST:,}")
+    return number
 
 
 def _input(name: str, spec: str, rng):
@@ -228,7 +275,7 @@ def _input(name: str, spec: str, rng):
     import numpy as np
 
     if spec.endswith(".npy"):
-        return mx.array(np.load(spec))
+        return mx.array(_array_of(f"input {name}", spec))
     for number in (int, float):
         try:
             return number(spec)
@@ -249,6 +296,10 @@ def _input(name: str, spec: str, rng):
     from turbospark_mlx.errors import OptionError
 
     try:
-        return mx.full(shape, float(content), dtype=dtype)
+        number = int(content) if content.lstrip("+-").isdecimal() else float(content)
     except ValueError:
         raise OptionError(f"--input {name}={spec}: {content!r} is not normal, bits, arange or a number") from None
+    if mx.issubdtype(dtype, mx.integer) and not mx.iinfo(dtype).min <= number <= mx.iinfo(dtype).max:
+        raise OptionError(f"--input {name}={spec}: {parts[0]} cannot hold {content}")
+    # Of a plain float, mx.full makes floats, whatever type is asked for.
+    return mx.full(shape, mx.array(number, dtype))

@@ -14,16 +14,18 @@ from turbospark_mlx.convert.quantization import QuantizationConfig, affine_forma
 from turbospark_mlx.convert.safetensors_file import DTYPES, StoredTensor, open_shards
 from turbospark_mlx.convert.source import (
     AffineRows,
+    Mxfp4Rows,
     Source,
     SourceTensor,
     check_downloaded,
     parse_json,
     read_json,
+    settle_layout,
     settle_tied_head,
 )
 from turbospark_mlx.errors import ConvertError
 from turbospark_mlx.families import family_for_model_type
-from turbospark_mlx.protocols import Dropped, Family, ModelConfig
+from turbospark_mlx.protocols import Dropped, Family, ModelConfig, Mxfp4Format
 
 SIDE_FILES = (
     "config.json",
@@ -46,9 +48,10 @@ def open_huggingface(directory: Path, model_id: str | None) -> Source:
         stored, ignored = open_shards(directory, files)
         names = [name for name in stored if not _is_companion(name, stored)]
         config = settle_tied_head(family.config_from_hf(hf_config), family, names)
+        config = settle_layout(config, family, {name: stored[name].shape for name in names})
         # A packed head beside a tied embedding is read like any other matrix, to see whether it is the same one.
         untied = replace(config, tie_word_embeddings=False)
-        block = quantization_block(hf_config)
+        block = quantization_block(hf_config, blocks=any(_is_blocks(name, stored) for name in names))
         quantization = QuantizationConfig(block, family, untied) if block else None
         return Source(
             kind="safetensors" if quantization is None else "MLX-quantized safetensors",
@@ -67,9 +70,16 @@ def _stem(name: str) -> str:
 
 
 def _is_companion(name: str, stored: Mapping[str, StoredTensor]) -> bool:
+    if _is_blocks(f"{name.removesuffix('_scales')}_blocks", stored):
+        return name.endswith("_scales")
     stem, _, last = name.rpartition(".")
     weight = stored.get(f"{stem}.weight")
     return last in ("scales", "biases") and weight is not None and weight.dtype == "U32"
+
+
+def _is_blocks(name: str, stored: Mapping[str, StoredTensor]) -> bool:
+    """Whether this is MXFP4 as gpt-oss was published: 16 bytes a block, its exponent in a tensor of its own."""
+    return name.endswith("_blocks") and name in stored and stored[name].dtype == "U8"
 
 
 def _tensor(
@@ -83,6 +93,8 @@ def _tensor(
     where = f"{tensor.file.path}: {name}"
     if tensor.dtype == "U32" and not isinstance(family.place(name, config), Dropped):
         return _packed_tensor(name, stored, quantization, family, config, where)
+    if _is_blocks(name, stored):
+        return _blocks_tensor(tensor, stored.get(f"{name.removesuffix('_blocks')}_scales"), where)
     form = DTYPES.get(tensor.dtype, tensor.dtype)
 
     def read(start: int, stop: int) -> np.ndarray:
@@ -103,7 +115,10 @@ def _packed_tensor(
     scales, biases = (stored.get(f"{_stem(name)}.{part}") for part in ("scales", "biases"))
     if quantization is None:
         raise ConvertError(f"{where}: is packed, but config.json has no quantization block to say how.")
-    settings = quantization.settings(family.place(name, config).name, where)
+    place = family.place(name, config)
+    settings = quantization.settings(place.name, where, routed=place.routed is not None)
+    if settings.get("mode") == "mxfp4":
+        return _mxfp4_tensor(words, scales, biases, where)
     if scales is None or biases is None:
         missing = "scales" if scales is None else "biases"
         raise ConvertError(f"{where}: is packed, but has no {missing}; only affine packing can be converted.")
@@ -127,6 +142,44 @@ def _packed_tensor(
         )
 
     return SourceTensor((*words.shape[:-1], scales.shape[-1] * form.group_size), form, where, read)
+
+
+def _blocks_tensor(blocks: StoredTensor, scales: StoredTensor | None, where: str) -> SourceTensor:
+    if scales is None or scales.dtype != "U8" or blocks.shape != (*scales.shape, Mxfp4Format.group_size // 2):
+        found = "missing" if scales is None else f"{scales.dtype} {list(scales.shape)}"
+        raise ConvertError(
+            f"{where}: blocks are {list(blocks.shape)}, but their scales are {found}. Download it again."
+        )
+    count = scales.shape[-1]
+
+    def read(start: int, stop: int) -> Mxfp4Rows:
+        codes = blocks.read_rows(start * count, stop * count, np.dtype("u1"))
+        return Mxfp4Rows(codes.view("<u4").reshape(stop - start, -1), scales.read_rows(start, stop, np.dtype("u1")))
+
+    return SourceTensor((*scales.shape[:-1], count * Mxfp4Format.group_size), Mxfp4Format(), where, read)
+
+
+def _mxfp4_tensor(
+    words: StoredTensor, scales: StoredTensor | None, biases: StoredTensor | None, where: str
+) -> SourceTensor:
+    each = Mxfp4Format.group_size * Mxfp4Format.bits // 32
+    columns = words.shape[-1] // each * Mxfp4Format.group_size if words.shape else 0
+    if (
+        scales is None
+        or biases is not None
+        or scales.dtype != "U8"
+        or words.shape != (*scales.shape[:-1], scales.shape[-1] * each)
+    ):
+        found = "missing" if scales is None else f"{scales.dtype} {list(scales.shape)}"
+        raise ConvertError(
+            f"{where}: config.json says mode mxfp4; words are {list(words.shape)}, scales {found}"
+            f"{', and there are biases' if biases is not None else ''}. Download it again."
+        )
+
+    def read(start: int, stop: int) -> Mxfp4Rows:
+        return Mxfp4Rows(words.read_rows(start, stop, np.dtype("<u4")), scales.read_rows(start, stop, np.dtype("u1")))
+
+    return SourceTensor((*words.shape[:-1], columns), Mxfp4Format(), where, read)
 
 
 def _side_files(directory: Path) -> dict[str, bytes]:

@@ -9,12 +9,12 @@ import numpy as np
 
 from turbospark_mlx.convert.floats import STORAGE
 from turbospark_mlx.convert.huggingface import SIDE_FILES
-from turbospark_mlx.convert.source import AffineRows, Source, SourceTensor
+from turbospark_mlx.convert.source import AffineRows, Mxfp4Rows, Rows, Source, SourceTensor
 from turbospark_mlx.errors import ConvertError
 from turbospark_mlx.families import family_for_manifest
 from turbospark_mlx.gturbo import Install, TensorEntry
 from turbospark_mlx.gturbo.experts_layout import ExpertLayer, ExpertTensor
-from turbospark_mlx.protocols import Family, ModelConfig
+from turbospark_mlx.protocols import Family, ModelConfig, Mxfp4Format
 
 
 def open_install(directory: Path, model_id: str | None) -> Source:
@@ -64,9 +64,12 @@ def _stack(install: Install, position: int, layer: ExpertLayer, tensor: ExpertTe
             install.read_expert_part_into(position, expert, role, buffer, start=(first - expert * rows) * row_bytes)
         return data.view(dtype)
 
-    def read(start: int, stop: int) -> np.ndarray | AffineRows:
+    def read(start: int, stop: int) -> Rows:
         if tensor.format is None:
             return read_part(tensor.role, STORAGE[tensor.dtype], start, stop)
+        if isinstance(tensor.format, Mxfp4Format):
+            words = read_part(tensor.role, np.dtype("<u4"), start, stop)
+            return Mxfp4Rows(words, read_part(f"{tensor.role}_scales", np.dtype("u1"), start, stop))
         companion = STORAGE[tensor.format.companion_dtype]
         return AffineRows(
             read_part(tensor.role, np.dtype("<u4"), start, stop),

@@ -17,12 +17,12 @@ from turbospark_mlx.convert.huggingface import open_huggingface
 from turbospark_mlx.convert.install_source import open_install
 from turbospark_mlx.convert.plan import Options, Plan, PlannedTensor, plan
 from turbospark_mlx.convert.report import ConversionReport, RoleReport
-from turbospark_mlx.convert.source import AffineRows, Source, check_downloaded, tiles, values
+from turbospark_mlx.convert.source import AffineRows, Mxfp4Rows, Rows, Source, check_downloaded, tiles, values
 from turbospark_mlx.convert.staging import Staging, check_destination, check_free_space
 from turbospark_mlx.errors import ConvertError, OptionError
 from turbospark_mlx.gturbo import InstallWriter, TensorSpec
 from turbospark_mlx.gturbo.formats import PAGE
-from turbospark_mlx.protocols import AffineFormat
+from turbospark_mlx.protocols import AffineFormat, Mxfp4Format, PackedFormat
 
 # For the manifest, the layout file and the index, whose size follows from the number of tensors.
 _RESERVE_BYTES = 1 << 25
@@ -166,15 +166,15 @@ def _pieces(tensor: PlannedTensor, spec: TensorSpec, report: ConversionReport) -
             yield part, rows, start * (spec.parts[part] // tensor.source.rows)
 
 
-def _parts(stored: np.ndarray | AffineRows) -> dict[str, np.ndarray]:
+def _parts(stored: Rows) -> dict[str, np.ndarray]:
     if isinstance(stored, AffineRows):
         return {"data": stored.words, "scales": stored.scales, "biases": stored.biases}
+    if isinstance(stored, Mxfp4Rows):
+        return {"data": stored.words, "scales": stored.scales}
     return {"data": stored}
 
 
-def _convert(
-    tensor: PlannedTensor, start: int, stop: int, role: RoleReport, report: ConversionReport
-) -> np.ndarray | AffineRows:
+def _convert(tensor: PlannedTensor, start: int, stop: int, role: RoleReport, report: ConversionReport) -> Rows:
     """Rows of a tensor in the format they get: the stored rows themselves where that is the one they have."""
     source, target = tensor.source, tensor.target
     stored = source.read(start, stop)
@@ -206,7 +206,9 @@ def _convert(
     return narrowed
 
 
-def _finite(stored: np.ndarray | AffineRows, form: str | AffineFormat) -> bool:
+def _finite(stored: Rows, form: str | PackedFormat) -> bool:
+    if isinstance(form, Mxfp4Format):
+        return not np.any(stored.scales == 255)
     if isinstance(form, AffineFormat):
         return all_finite(stored.scales, form.companion_dtype) and all_finite(stored.biases, form.companion_dtype)
     return all_finite(stored, form)

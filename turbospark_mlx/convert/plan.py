@@ -7,12 +7,13 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from turbospark_mlx.convert.cut import cut, stacked_shape
 from turbospark_mlx.convert.floats import STORAGE
 from turbospark_mlx.convert.report import describe
 from turbospark_mlx.convert.source import Source, SourceTensor, is_head, tiles
 from turbospark_mlx.errors import ConvertError, OptionError
 from turbospark_mlx.families.routed import parameter
-from turbospark_mlx.protocols import AffineFormat, Dropped, ModelConfig, Placement, Role
+from turbospark_mlx.protocols import AffineFormat, Dropped, ModelConfig, Mxfp4Format, PackedFormat, Placement, Role
 
 KEEP_BITS = 16
 """The value of ``bits`` that keeps an unquantized checkpoint as it is."""
@@ -65,7 +66,7 @@ class PlannedTensor:
     name: str
     role: Role
     source: SourceTensor
-    target: str | AffineFormat
+    target: str | PackedFormat
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class PlannedExperts:
         return (len(self.parts), *self.parts[0].source.shape)
 
     @property
-    def target(self) -> str | AffineFormat:
+    def target(self) -> str | PackedFormat:
         return self.parts[0].target
 
 
@@ -105,10 +106,11 @@ def plan(source: Source, options: Options) -> Plan:
     do not go with the source.
     """
     if options.elder_compatible:
-        _check_elder_config(source.config)
+        _check_elder_config(source)
     made = Plan(dropped=dict(source.dropped))
     placed: dict[str, PlannedTensor] = {}
     pieces: dict[str, dict[int, SourceTensor]] = {}
+    expected = source.family.expected(source.config)
     for name, tensor in source.tensors.items():
         place = source.family.place(name, source.config)
         if isinstance(place, Dropped):
@@ -121,14 +123,15 @@ def plan(source: Source, options: Options) -> Plan:
         if place.name in placed:
             raise ConvertError(f"{tensor.where}: {placed[place.name].source.where} has the same place, {place.name}.")
         _check_format(tensor)
+        tensor = _flattened(tensor, expected.get(place.name))
         placed[place.name] = PlannedTensor(place.name, place.role, tensor, tensor.format)
     _check_complete(placed, pieces, source)
     _check_tied_head(placed, source, made.dropped)
 
     formats = [tensor.target for tensor in placed.values()] + [parts[0].format for parts in pieces.values()]
-    asked = _asked_format(options, any(isinstance(form, AffineFormat) for form in formats))
+    asked = _asked_format(options, any(isinstance(form, PackedFormat) for form in formats))
     made.experts = [[] for _ in source.family.experts(source.config)]
-    for name in source.family.expected(source.config):
+    for name in expected:
         place = source.family.place(name, source.config)
         first = placed[name].source if place.routed is None else pieces[name][0]
         target, reason = _target(place.role, first, asked, options.elder_compatible)
@@ -142,21 +145,25 @@ def plan(source: Source, options: Options) -> Plan:
     return made
 
 
+def _flattened(tensor: SourceTensor, shape: tuple[int, ...] | None) -> SourceTensor:
+    """A stack of matrices as the one matrix of their rows, where that is what an install has."""
+    return replace(tensor, shape=shape) if len(tensor.shape) == 3 and shape == (tensor.rows, tensor.columns) else tensor
+
+
 def _cut(tensor: SourceTensor, place: Placement, source: Source, pieces: dict[str, dict[int, SourceTensor]]) -> None:
     """Cut a tensor of routed experts into the matrices of single experts and add them to ``pieces``: install name ->
     expert -> matrix."""
     routed, (path, spec) = place.routed, list(source.family.experts(source.config).items())[place.routed.position]
-    rows, columns = spec.tensors[routed.tensors[0]]
-    joined = len(routed.tensors) * rows
+    shape = spec.tensors[routed.tensors[0]]
     numbers = range(spec.num_experts) if routed.expert is None else (routed.expert,)
-    shape = (joined, columns) if routed.expert is not None else (spec.num_experts, joined, columns)
-    if tensor.shape != shape:
-        raise _wrong_shape(tensor, shape)
+    stacked = stacked_shape(routed, shape, spec.num_experts)
+    if tensor.shape != stacked:
+        raise _wrong_shape(tensor, stacked)
     prefix = place.name.removesuffix(place.checkpoint_name)
     for at, number in enumerate(numbers):
         for share, name in enumerate(routed.tensors):
             found = pieces.setdefault(prefix + parameter(path, name), {})
-            part = tensor.part(f"{name} of expert {number}", at * joined + share * rows, (rows, columns))
+            part = cut(tensor, routed, shape, at, share, f"{name} of expert {number}")
             if number in found:
                 raise ConvertError(f"{part.where}: has the same place as {found[number].where}.")
             other = next(iter(found.values()), part)
@@ -176,7 +183,7 @@ def _wrong_shape(tensor: SourceTensor, expected: tuple[int, ...]) -> ConvertErro
 
 
 def _check_format(tensor: SourceTensor) -> None:
-    if not isinstance(tensor.format, AffineFormat) and tensor.format not in STORAGE:
+    if not isinstance(tensor.format, PackedFormat) and tensor.format not in STORAGE:
         raise ConvertError(
             f"{tensor.where}: has dtype {tensor.format}, which cannot be converted. Supported are"
             f" {', '.join(STORAGE)} and affine packing: take another copy of the checkpoint."
@@ -260,11 +267,13 @@ def _asked_format(options: Options, quantized: bool) -> AffineFormat | None:
 
 def _target(
     role: Role, source: SourceTensor, asked: AffineFormat | None, elder_compatible: bool
-) -> tuple[str | AffineFormat, str | None]:
+) -> tuple[str | PackedFormat, str | None]:
     """The format of a tensor, and the reason where it is not the one that was asked for."""
     form = source.format
+    if isinstance(form, Mxfp4Format):
+        return form, asked and "MXFP4 is kept: another format of 4 bits would lose by it"
     kept = "bfloat16" if elder_compatible else form
-    if role == "vector":
+    if role == "vector" or len(source.shape) == 1:
         return kept, None
     if asked is None and elder_compatible and isinstance(form, AffineFormat):
         asked = AffineFormat(4 if form.bits <= 4 else 8, _ELDER_GROUP_SIZE, _ELDER_COMPANION_DTYPE)
@@ -280,7 +289,13 @@ def _target(
     return replace(asked, bits=bits), None
 
 
-def _check_elder_config(config: ModelConfig) -> None:
+def _check_elder_config(source: Source) -> None:
+    if any(spec.biases for spec in source.family.experts(source.config).values()):
+        raise ConvertError(
+            f"{source.model_id}: its experts have biases, which the elder engines read beside ggml blocks only. Convert"
+            " without --elder-compatible."
+        )
+    config: ModelConfig = source.config
     extension, assumed = config.to_manifest()[1], config.elder_assumption()
     for key, value in extension.items():
         if value != assumed.get(key):

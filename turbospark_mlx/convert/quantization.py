@@ -32,17 +32,21 @@ class QuantizationConfig:
             if self._overrides.setdefault(place.name, value) != value:
                 raise ConvertError(f"config.json: quantization names {place.checkpoint_name} twice and differently.")
 
-    def settings(self, install_name: str, where: str) -> Mapping[str, Any]:
-        """What is declared for a packed matrix. Raises ConvertError where that is not affine quantization."""
+    def settings(self, install_name: str, where: str, *, routed: bool) -> Mapping[str, Any]:
+        """What is declared for a packed matrix. Raises ConvertError where that is neither affine quantization nor, for
+        ``routed`` experts, MXFP4."""
         settings = self._overrides.get(install_name, True)
         if settings is False:
             raise ConvertError(f"{where}: is packed, but config.json says quantization false for it.")
         if settings is True:
             settings = self._default
         mode = settings.get("mode", "affine")
+        if mode == "mxfp4" and routed:
+            return settings
         if mode != "affine":
             raise ConvertError(
-                f"{where}: is quantized in mode {mode!r}; only affine can be converted. Convert the original weights."
+                f"{where}: is quantized in mode {mode!r}; only affine, and mxfp4 of routed experts, can be converted."
+                " Convert the original weights."
             )
         if settings.get("bits") is None and settings.get("group_size") is None:
             return self._default
@@ -70,8 +74,9 @@ def affine_format(
     return AffineFormat(bits, found, companion_dtype)
 
 
-def quantization_block(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The MLX block of config.json, or None where the checkpoint is not quantized.
+def quantization_block(config: Mapping[str, Any], *, blocks: bool) -> Mapping[str, Any] | None:
+    """The MLX block of config.json, or None where the checkpoint is not quantized, or has ``blocks`` of MXFP4, which
+    with their exponents say themselves what they are.
 
     Raises ConvertError for another program's quantization, by its name.
     """
@@ -82,6 +87,8 @@ def quantization_block(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     if mlx:
         return mlx
     if not other:
+        return None
+    if blocks and other.get("quant_method") == "mxfp4":
         return None
     if "quant_method" in other:
         raise ConvertError(

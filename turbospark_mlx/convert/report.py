@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import prod, sqrt
 from pathlib import Path
 
-from turbospark_mlx.protocols import AffineFormat
+from turbospark_mlx.protocols import AffineFormat, Mxfp4Format, PackedFormat
 
 
 @dataclass
@@ -21,7 +21,7 @@ class RoleReport:
     squared_weights: float = 0.0
     squared_error: float = 0.0
 
-    def add(self, shape: tuple[int, ...], form: str | AffineFormat, nbytes: int) -> None:
+    def add(self, shape: tuple[int, ...], form: str | PackedFormat, nbytes: int) -> None:
         """Count a tensor in."""
         self.tensors += 1
         self.parameters += prod(shape)
@@ -92,8 +92,10 @@ class ConversionReport:
         return "\n".join(lines)
 
 
-def describe(form: str | AffineFormat) -> str:
+def describe(form: str | PackedFormat) -> str:
     """A format in words."""
+    if isinstance(form, Mxfp4Format):
+        return "MXFP4"
     if isinstance(form, AffineFormat):
         return f"INT{form.bits} group {form.group_size} {form.companion_dtype}"
     return form

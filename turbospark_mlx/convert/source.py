@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -22,7 +22,14 @@ import numpy as np
 from turbospark_mlx.convert.affine import dequantize_affine
 from turbospark_mlx.convert.floats import to_float32
 from turbospark_mlx.errors import ConvertError
-from turbospark_mlx.protocols import AffineFormat, Dropped, Family, ModelConfig, Placement
+from turbospark_mlx.protocols import (
+    AffineFormat,
+    Dropped,
+    Family,
+    ModelConfig,
+    PackedFormat,
+    Placement,
+)
 
 TILE_ELEMENTS = 1 << 21
 """Elements of a tensor that are worked on at a time: 8 MiB as float32."""
@@ -36,18 +43,29 @@ class AffineRows(NamedTuple):
     biases: np.ndarray
 
 
+class Mxfp4Rows(NamedTuple):
+    """Rows of an MXFP4 matrix: uint32 words of eight codes, and the exponents of its blocks as uint8."""
+
+    words: np.ndarray
+    scales: np.ndarray
+
+
+Rows = np.ndarray | AffineRows | Mxfp4Rows
+"""Rows of a tensor as they are stored."""
+
+
 @dataclass(frozen=True)
 class SourceTensor:
     """One tensor of a checkpoint.
 
-    ``shape`` is logical. ``format`` is a dtype name of ``floats.STORAGE``, an ``AffineFormat``, or the source's own
-    name for something that cannot be converted. ``read(start, stop)`` gives stored rows ``[stop - start, columns]``.
+    ``shape`` is logical. ``format`` is a dtype name of ``floats.STORAGE``, a packed format, or the source's own name
+    for something that cannot be converted. ``read(start, stop)`` gives stored rows ``[stop - start, columns]``.
     """
 
     shape: tuple[int, ...]
-    format: str | AffineFormat
+    format: str | PackedFormat
     where: str
-    read: Callable[[int, int], np.ndarray | AffineRows]
+    read: Callable[[int, int], Rows]
 
     @property
     def rows(self) -> int:
@@ -57,12 +75,6 @@ class SourceTensor:
     @property
     def columns(self) -> int:
         return self.shape[-1] if len(self.shape) > 1 else 1
-
-    def part(self, what: str, first: int, shape: tuple[int, ...]) -> SourceTensor:
-        """The tensor of ``shape`` whose rows begin at row ``first`` of this one; messages call it ``what``."""
-        return SourceTensor(
-            shape, self.format, f"{self.where}, {what}", lambda start, stop: self.read(first + start, first + stop)
-        )
 
     def read_float32(self, start: int, stop: int) -> np.ndarray:
         """The values of a range of rows as float32 ``[stop - start, columns]``."""
@@ -91,7 +103,7 @@ class Source:
 
 
 def values(stored: np.ndarray | AffineRows, form: str | AffineFormat) -> np.ndarray:
-    """Stored rows as float32 values."""
+    """Stored rows as float32 values; MXFP4 is only ever copied."""
     if isinstance(form, AffineFormat):
         return dequantize_affine(
             *stored, bits=form.bits, group_size=form.group_size, companion_dtype=form.companion_dtype
@@ -167,6 +179,12 @@ def settle_tied_head(config: ModelConfig, family: Family, names: Iterable[str]) 
         return config
     untied = replace(config, tie_word_embeddings=False)
     return replace(config, tie_word_embeddings=not any(is_head(family.place(name, untied)) for name in names))
+
+
+def settle_layout(config: ModelConfig, family: Family, shapes: Mapping[str, tuple[int, ...]]) -> ModelConfig:
+    """The configuration with what only the shapes of a checkpoint's tensors say, in families that have ``settle``."""
+    settle = getattr(family, "settle", None)
+    return config if settle is None else settle(config, shapes)
 
 
 def is_head(place: Placement | Dropped) -> bool:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import mlx.core as mx
+
 from turbospark_mlx.custom_kernels import BlobMatrix, ExpertBlob
 from turbospark_mlx.custom_kernels.affine import BITS
 from turbospark_mlx.errors import InstallError, OptionError
 from turbospark_mlx.families.layers import DTYPES
 from turbospark_mlx.gturbo import ExpertLayer
 from turbospark_mlx.gturbo.experts_layout import MATRICES
-from turbospark_mlx.protocols import ExpertSpec
+from turbospark_mlx.protocols import ExpertSpec, Mxfp4Format
 
 
 def describe(place: ExpertLayer, spec: ExpertSpec, label: str) -> ExpertBlob:
@@ -35,6 +37,10 @@ def _matrix(place: ExpertLayer, name: str, where: str) -> BlobMatrix:
         if tensor.dtype not in DTYPES:
             raise InstallError(f"{where} have {name} in {tensor.dtype}, which this package does not compute with.")
         return BlobMatrix(rows, columns, tensor.offset, DTYPES[tensor.dtype], **added)
+    if isinstance(stored, Mxfp4Format):
+        exponents = place.tensors[f"{name}_scales"].offset
+        packing = {"bits": stored.bits, "group_size": stored.group_size, "scales": exponents, "mode": "mxfp4"}
+        return BlobMatrix(rows, columns, tensor.offset, mx.uint8, **packing, **added)
     if stored.bits not in BITS:
         raise InstallError(
             f"{where} have {name} in {stored.bits} bits; {', '.join(map(str, BITS))} can be run. Convert it again."

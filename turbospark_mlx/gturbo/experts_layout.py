@@ -19,7 +19,7 @@ from turbospark_mlx.gturbo.files import damaged, fold, split_path
 from turbospark_mlx.gturbo.formats import PAGE, SUB_ALIGNMENT, TensorSpec
 from turbospark_mlx.gturbo.resident_index import align
 from turbospark_mlx.gturbo.strict_json import U32_MAX, Record, parse
-from turbospark_mlx.protocols import AffineFormat
+from turbospark_mlx.protocols import AffineFormat, Mxfp4Format, PackedFormat
 
 DIRECTORY = "packed_experts"
 FILE = f"{DIRECTORY}/layout.json"
@@ -29,21 +29,22 @@ STRIDE_MULTIPLE = 4096
 MATRICES = ("gate", "up", "down")
 
 _RAW_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "f32": "float32", "fp32": "float32"}
-_DTYPE_OF_RAW = {"bfloat16": "bf16", "float16": "fp16", "float32": "f32"}
-_WORDS = "u32"
+_DTYPE_OF_RAW = {"bfloat16": "bf16", "float16": "fp16", "float32": "f32", "uint8": "u8"}
+_WORDS, _EXPONENTS = "u32", "u8"
 
 
 @dataclass(frozen=True)
 class ExpertTensor:
     """A sub-tensor of every expert of a layer. ``offset`` counts from the start of the blob, ``shape`` is logical,
-    ``dtype`` is as in ``TensorEntry``; ``format`` is set on packed matrices."""
+    ``dtype`` is as in ``TensorEntry``, or ``"mxfp4"`` or, for its exponents, ``"uint8"``; ``format`` is set on packed
+    matrices."""
 
     role: str
     offset: int
     size: int
     dtype: str
     shape: tuple[int, ...]
-    format: AffineFormat | None = None
+    format: PackedFormat | None = None
 
 
 @dataclass(frozen=True)
@@ -153,11 +154,14 @@ def _tensors(record: Record, blob_size: int) -> dict[str, ExpertTensor]:
         if offset + size > blob_size:
             entry.fail("offset", f"{offset} and size {size} exceed the expert's {blob_size} bytes")
         name = entry.text("dtype").lower()
-        dtype = _RAW_DTYPES.get(name, name if name == _WORDS else name.upper())
+        dtype = _RAW_DTYPES.get(name, name if name in (_WORDS, _EXPONENTS) else name.upper())
         if dtype in formats.RAW_BYTES:
             _expect_size(entry, size, formats.raw_size(shape, dtype))
         elif dtype in formats.BLOCK_TYPES:
             _check_blocks(entry, size, shape, formats.BLOCK_TYPES[dtype])
+        elif dtype == _EXPONENTS:
+            _expect_size(entry, size, prod(shape))
+            dtype = "uint8"
         elif dtype != _WORDS:
             entry.fail("dtype", f"is {entry.text('dtype')!r}, which is no known type")
         tensors[role] = ExpertTensor(role, offset, size, dtype, shape)
@@ -169,8 +173,33 @@ def _tensors(record: Record, blob_size: int) -> dict[str, ExpertTensor]:
             record.fail(role, "is missing")
     for role, tensor in list(tensors.items()):
         if tensor.dtype == _WORDS:
-            tensors[role] = _packed(record, tensor, tensors)
+            scales = tensors.get(f"{role}_scales")
+            pack = _mxfp4 if scales is not None and scales.dtype == "uint8" else _packed
+            tensors[role] = pack(record, tensor, tensors)
+    for role, tensor in tensors.items():
+        owner = tensors.get(role.removesuffix("_scales"))
+        if tensor.dtype == "uint8" and not (owner and isinstance(owner.format, Mxfp4Format)):
+            record.fail(role, "has dtype u8, which only the scales of packed matrices have")
     return tensors
+
+
+def _mxfp4(record: Record, tensor: ExpertTensor, tensors: Mapping[str, ExpertTensor]) -> ExpertTensor:
+    """A matrix of packed words whose scales are exponents."""
+    role, scales = tensor.role, tensors[f"{tensor.role}_scales"]
+    if f"{role}_biases" in tensors:
+        record.fail(f"{role}_biases", f"is there, but {role}_scales are exponents, which have none")
+    try:
+        data, exponents = formats.mxfp4_sizes(tensor.shape)
+    except ValueError as error:
+        record.fail(role, f"has {error}")
+    entry = record.record(role)
+    if entry.integer("bits", default=Mxfp4Format.bits) != Mxfp4Format.bits:
+        entry.fail("bits", f"is {entry.integer('bits')}; MXFP4 has {Mxfp4Format.bits}")
+    _expect_size(entry, tensor.size, data)
+    _expect_size(record.record(f"{role}_scales"), scales.size, exponents)
+    if scales.shape != (tensor.shape[0], tensor.shape[1] // Mxfp4Format.group_size):
+        record.fail(f"{role}_scales", f"has shape {list(scales.shape)}, which does not fit {list(tensor.shape)}")
+    return ExpertTensor(role, tensor.offset, tensor.size, "mxfp4", tensor.shape, Mxfp4Format())
 
 
 def _packed(record: Record, tensor: ExpertTensor, tensors: Mapping[str, ExpertTensor]) -> ExpertTensor:
@@ -239,19 +268,22 @@ def _place(specs: Sequence[TensorSpec]) -> tuple[dict[str, ExpertTensor], int]:
     tensors: dict[str, ExpertTensor] = {}
     end = 0
     for spec in specs:
-        affine = spec.dtype if isinstance(spec.dtype, AffineFormat) else None
+        packed = None if isinstance(spec.dtype, str) else spec.dtype
+        mxfp4 = isinstance(packed, Mxfp4Format)
         for part, size in spec.parts.items():
             role = spec.name if part == "data" else f"{spec.name}_{part}"
             if role in tensors:
                 raise InstallError(f"Expert tensor {role!r} is given twice.")
             offset = align(end, SUB_ALIGNMENT)
-            if affine is None:
+            if packed is None:
                 tensors[role] = ExpertTensor(role, offset, size, spec.dtype, spec.shape)
             elif part == "data":
-                tensors[role] = ExpertTensor(role, offset, size, "affine", spec.shape, affine)
+                dtype = "mxfp4" if mxfp4 else "affine"
+                tensors[role] = ExpertTensor(role, offset, size, dtype, spec.shape, packed)
             else:
-                shape = (spec.shape[0], spec.shape[1] // affine.group_size)
-                tensors[role] = ExpertTensor(role, offset, size, affine.companion_dtype, shape)
+                shape = (spec.shape[0], spec.shape[1] // packed.group_size)
+                dtype = "uint8" if mxfp4 else packed.companion_dtype
+                tensors[role] = ExpertTensor(role, offset, size, dtype, shape)
             end = offset + size
     return tensors, end
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import prod
 
 from turbospark_mlx.errors import InstallError
-from turbospark_mlx.protocols import AffineFormat, Role
+from turbospark_mlx.protocols import AffineFormat, Mxfp4Format, PackedFormat, Role
 
 PAGE = 16384
 """Alignment of the resident payload and of expert blobs, whatever the page size of the machine."""
@@ -76,10 +76,12 @@ def check_affine(affine: AffineFormat) -> None:
         raise ValueError(f"companions of dtype {affine.companion_dtype!r}; possible are {', '.join(RAW_BYTES)}")
 
 
-def spell(dtype: str, affine: AffineFormat | None) -> str:
+def spell(dtype: str, affine: PackedFormat | None) -> str:
     """A storage format in words."""
     if affine is None:
         return dtype
+    if isinstance(affine, Mxfp4Format):
+        return "MXFP4, words and exponents apart"
     return f"{affine.bits} bits, groups of {affine.group_size}, {affine.companion_dtype} scales"
 
 
@@ -94,6 +96,13 @@ def affine_sizes(shape: tuple[int, ...], affine: AffineFormat) -> tuple[int, int
         rows * columns * affine.bits // 8,
         rows * (columns // affine.group_size) * RAW_BYTES[affine.companion_dtype],
     )
+
+
+def mxfp4_sizes(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Bytes of the packed words and of the exponents for a matrix ``[rows, columns]``. Raises ValueError."""
+    if len(shape) != 2 or shape[1] % Mxfp4Format.group_size:
+        raise ValueError(f"shape {list(shape)}; MXFP4 has matrices of rows in blocks of {Mxfp4Format.group_size}")
+    return prod(shape) * Mxfp4Format.bits // 8, prod(shape) // Mxfp4Format.group_size
 
 
 def block_size(shape: tuple[int, ...], block: BlockType) -> int:
@@ -111,11 +120,11 @@ def raw_size(shape: tuple[int, ...], dtype: str) -> int:
 @dataclass(frozen=True)
 class TensorSpec:
     """A tensor to be written. ``shape`` is logical (unpacked); ``dtype`` is ``"bfloat16"``, ``"float16"``,
-    ``"float32"`` or the AffineFormat of a matrix. Raises InstallError for what the format cannot hold."""
+    ``"float32"`` or the packed format of a matrix. Raises InstallError for what the format cannot hold."""
 
     name: str
     shape: tuple[int, ...]
-    dtype: str | AffineFormat
+    dtype: str | PackedFormat
 
     def __post_init__(self) -> None:
         try:
@@ -126,6 +135,8 @@ class TensorSpec:
             if isinstance(self.dtype, AffineFormat):
                 check_affine(self.dtype)
                 affine_sizes(self.shape, self.dtype)
+            elif isinstance(self.dtype, Mxfp4Format):
+                mxfp4_sizes(self.shape)
             elif self.dtype not in RAW_BYTES:
                 raise ValueError(f"dtype {self.dtype!r}; possible are {', '.join(RAW_BYTES)} and affine formats")
         except ValueError as error:
@@ -133,14 +144,18 @@ class TensorSpec:
 
     @property
     def tag(self) -> int:
-        """The dtype tag of the resident index."""
+        """The dtype tag of the resident index. Raises InstallError for what only routed experts can be stored in."""
+        if isinstance(self.dtype, Mxfp4Format):
+            raise InstallError(f"Tensor {self.name!r} cannot be written: only routed experts can be MXFP4.")
         if isinstance(self.dtype, AffineFormat):
             return _TAG_OF_AFFINE.get(self.dtype, TAG_WORDS)
         return _TAG_OF_RAW[self.dtype]
 
     @property
     def parts(self) -> dict[str, int]:
-        """Bytes of each part: ``data``, and ``scales`` and ``biases`` of packed matrices, in file order."""
+        """Bytes of each part: ``data``, and the companions of packed matrices, in file order."""
+        if isinstance(self.dtype, Mxfp4Format):
+            return dict(zip(("data", "scales"), mxfp4_sizes(self.shape), strict=True))
         if isinstance(self.dtype, AffineFormat):
             data, companion = affine_sizes(self.shape, self.dtype)
             return {"data": data, "scales": companion, "biases": companion}

@@ -10,7 +10,7 @@ from typing import Any
 from turbospark_mlx.gturbo import formats
 from turbospark_mlx.gturbo.experts_layout import MATRICES
 from turbospark_mlx.gturbo.formats import TensorSpec, role_of
-from turbospark_mlx.protocols import AffineFormat
+from turbospark_mlx.protocols import AffineFormat, Mxfp4Format, PackedFormat
 
 _SPELLING = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
@@ -26,7 +26,7 @@ _ELDER_EXPERT_FORMATS = (
 def summary(tensors: Sequence[TensorSpec], experts: Sequence[Sequence[TensorSpec]] = ()) -> dict[str, Any]:
     """One slot a component: the format that most of the component's weights have. Components that the model lacks
     repeat ``attention``, as the Rust engine expects of dense models."""
-    counts: dict[str, Counter[str | AffineFormat]] = {}
+    counts: dict[str, Counter[str | PackedFormat]] = {}
     for spec in tensors:
         counts.setdefault(role_of(spec.name, spec.shape), Counter())[spec.dtype] += prod(spec.shape)
     for spec in (spec for layer in experts for spec in layer if spec.name in MATRICES):
@@ -38,7 +38,10 @@ def summary(tensors: Sequence[TensorSpec], experts: Sequence[Sequence[TensorSpec
     return {name: slots.get(role, fallback) for name, role in zip(names, roles, strict=True)}
 
 
-def _slot(dtype: str | AffineFormat) -> dict[str, Any]:
+def _slot(dtype: str | PackedFormat) -> dict[str, Any]:
+    if isinstance(dtype, Mxfp4Format):
+        kind = {"scheme": "mxfp4", "scaleType": "e8m0", "biasType": "none"}
+        return {"weightBits": dtype.bits, **kind, "groupSize": dtype.group_size}
     if isinstance(dtype, AffineFormat):
         companion = _SPELLING[dtype.companion_dtype]
         return {
@@ -75,6 +78,6 @@ def elder_runs_resident(name: str, tag: int, dtype: str | AffineFormat) -> bool:
     return dtype != "float16" or name.startswith("vision.")
 
 
-def elder_runs_expert(role: str, dtype: str | AffineFormat | None) -> bool:
+def elder_runs_expert(role: str, dtype: str | PackedFormat | None) -> bool:
     """Whether the Rust engine has a reader for a routed expert's matrix that is not in ggml blocks."""
     return role in MATRICES and dtype in _ELDER_EXPERT_FORMATS

@@ -2,7 +2,7 @@
 #pragma once
 #include "metal_simd.h"
 
-extern "C" void emu_atomic(ulong address, uint size);
+extern "C" void emu_atomic(ulong address, uint size, bool reads);
 
 namespace metal {
 
@@ -25,8 +25,8 @@ typedef atomic<float> atomic_float;
 namespace emu {
 
 template <typename T, typename P>
-METAL_FUNC T& unchecked(P object) {
-  emu_atomic(ulong(object), sizeof(T));
+METAL_FUNC T& unchecked(P object, bool reads = true) {
+  emu_atomic(ulong(object), sizeof(T), reads);
   return *(T*)ulong(object);
 }
 
@@ -48,7 +48,7 @@ METAL_FUNC T& unchecked(P object) {
   }                                                                                                                   \
   template <typename T>                                                                                               \
   METAL_FUNC void atomic_store_explicit(volatile space atomic<T>* object, T desired, memory_order) {                  \
-    emu::unchecked<T>(object) = desired;                                                                              \
+    emu::unchecked<T>(object, false) = desired;                                                                       \
   }                                                                                                                   \
   template <typename T>                                                                                               \
   METAL_FUNC T atomic_exchange_explicit(volatile space atomic<T>* object, T desired, memory_order) {                  \

@@ -9,6 +9,7 @@ void emu_barrier(uint flags) __attribute__((convergent, nomerge));
 void emu_simdgroup_barrier(uint flags) __attribute__((convergent, nomerge));
 emu_exchange* emu_simd(const void* value, uint size) __attribute__((convergent, nomerge));
 uint emu_lane(void) __attribute__((convergent));
+void emu_absent(uint lane);
 ulong emu_threadgroup(uint slot, ulong size, uint alignment, uint granule, const char* name);
 }
 
@@ -44,6 +45,7 @@ METAL_FUNC T of_lane(emu_exchange* all, uint lane) {
   T value;
   // What an absent or finished lane would have given is undefined.
   const bool there = lane < 32 && (all->active >> lane & 1);
+  if (!there) emu_absent(lane);
   __builtin_memcpy(&value, there ? all->value[lane] : all->undefined, sizeof(T));
   return value;
 }
@@ -154,7 +156,7 @@ EMU_IF(emu::movable<T>)
 METAL_FUNC T simd_shuffle_and_fill_up(T data, T filling, ushort by, ushort modulo = 32) {
   emu_exchange* given = emu_simd(&data, sizeof(T));
   const uint lane = emu_lane(), place = lane % modulo;
-  const T moved = emu::of_lane<T>(given, lane - by);
+  const T moved = place >= by ? emu::of_lane<T>(given, lane - by) : filling;
   emu_exchange* fill = emu_simd(&filling, sizeof(T));
   return place >= by ? moved : emu::of_lane<T>(fill, lane - place + (place + modulo - by) % modulo);
 }
@@ -162,7 +164,7 @@ EMU_IF(emu::movable<T>)
 METAL_FUNC T simd_shuffle_and_fill_down(T data, T filling, ushort by, ushort modulo = 32) {
   emu_exchange* given = emu_simd(&data, sizeof(T));
   const uint lane = emu_lane(), place = lane % modulo;
-  const T moved = emu::of_lane<T>(given, lane + by);
+  const T moved = place + by < modulo ? emu::of_lane<T>(given, lane + by) : filling;
   emu_exchange* fill = emu_simd(&filling, sizeof(T));
   return place + by < modulo ? moved : emu::of_lane<T>(fill, lane - place + (place + by) % modulo);
 }

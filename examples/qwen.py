@@ -1,0 +1,108 @@
+"""Qwen 3.5, from an install to tokens: what each layer remembers, and what a state that cannot forget means for reuse.
+
+python examples/qwen.py                                   # makes a tiny random model: the workings, not English
+python examples/qwen.py --variant qwen3.5-moe             # with routed experts; --variant list shows them all
+python examples/qwen.py --model qwen3.5.gturbo --prompt "Why is the sky blue?"
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+
+import mlx.core as mx
+
+from turbospark_mlx import Runner
+from turbospark_mlx.cache import RecurrentState
+from turbospark_mlx.store import resolve
+from turbospark_mlx.testing import make_tiny_install, variants
+
+
+def describe(runner: Runner) -> None:
+    """What each layer keeps of a sequence."""
+    config = runner.model.args
+    for number in range(config.num_hidden_layers):
+        if config.recurs(number):
+            keeps = (
+                f"{config.linear_num_value_heads} states of {config.linear_value_head_dim} x"
+                f" {config.linear_key_head_dim}, whatever the length"
+            )
+        else:
+            keeps = f"keys and values of every token, {config.num_key_value_heads} heads of {config.head_dim}"
+        print(f"layer {number:2}: {keeps}")
+    print()
+
+
+def answer(runner: Runner, prompt: str, count: int) -> list[int]:
+    """Run a chat prompt, or plain text where the model has no template, and go on greedily."""
+    tokenizer = runner.tokenizer
+    if tokenizer.has_chat_template:
+        ids = tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
+    else:
+        ids = tokenizer.encode(prompt)
+    start = time.perf_counter()
+    logits = runner.prefill(ids)
+    prefilled = time.perf_counter()
+    tokens = []
+    for _ in range(count):
+        tokens.append(int(mx.argmax(logits)))
+        logits = runner.decode(tokens[-1])
+    done = time.perf_counter()
+    print(f"{prompt!r} -> {tokenizer.decode(tokens)!r}")
+    print(f"prompt {len(ids) / (prefilled - start):.1f} tokens/s, answer {count / (done - prefilled):.1f} tokens/s\n")
+    return [*ids, *tokens]
+
+
+def show_memory(runner: Runner, ids: list[int]) -> None:
+    """Caches at two lengths: those of keys and values grow, those of states do not."""
+    for length in (len(ids) // 2, len(ids)):
+        caches = runner.model.make_cache(runner.max_context)
+        mx.eval(runner.model(mx.array([ids[:length]]), cache=caches))
+        states = sum(cache.nbytes for cache in caches if isinstance(cache, RecurrentState))
+        print(f"after {length:3} tokens: {states:,} bytes of states, {runner.model.args.kv_bytes(length, 4):,} in all")
+    print()
+
+
+def show_reuse(runner: Runner, ids: list[int]) -> None:
+    """A state holds all tokens before it: it goes on, goes back to a mark, or begins again."""
+    runner.reset()
+    shared = len(ids) // 2
+    runner.prefill(ids[:shared])
+    mark = runner.mark()
+    before = runner.prefill(ids[shared:])
+    print(f"the same prompt again: {runner.reuse(ids)} of {len(ids)} tokens are reused")
+    runner.rollback(mark)
+    print(f"after a rollback the logits differ by {float(mx.abs(before - runner.prefill(ids[shared:])).max()):g}")
+    other = [*ids[:shared], *(i ^ 1 for i in ids[shared:])]
+    print(f"{runner.reuse(other)} of {shared} tokens are reused where another prompt goes its own way after them;")
+    runner.prefill(other[:shared])
+    print(f"{runner.reuse(other)} where the state was left just there")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="install, alias or repository; by default a tiny random one is made")
+    parser.add_argument("--variant", help="of the tiny model, or 'list'")
+    parser.add_argument("--prompt", default="Why is the sky blue?")
+    parser.add_argument("--tokens", type=int, default=24)
+    args = parser.parse_args()
+    if args.variant == "list":
+        print("\n".join(variants("qwen")))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        if args.model:
+            path = resolve(args.model)
+        else:
+            path = make_tiny_install("qwen", Path(folder) / "tiny.gturbo", variant=args.variant)
+        with Runner.open(path) as runner:
+            print(runner.report(), end="\n\n")
+            describe(runner)
+            ids = answer(runner, args.prompt, args.tokens)
+            show_memory(runner, ids)
+            show_reuse(runner, ids)
+
+
+if __name__ == "__main__":
+    main()

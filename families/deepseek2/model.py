@@ -1,0 +1,307 @@
+"""The deepseek2 family's decoder: DeepSeek-V2 (arXiv:2405.04434) and V3 (arXiv:2412.19437).
+
+Shapes: B sequences, L tokens, S visible ones, H heads; a head has n dimensions without a position, r that turn, v
+values; R is the width of the latent that keys and values come from. What is cached of a token is its normalised latent
+and one turned key part for all heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from turbospark_mlx.cache import LatentKV
+from turbospark_mlx.custom_kernels import backends, rotate, rotations
+from turbospark_mlx.custom_kernels.affine import GPU_PRODUCT_COLUMNS
+from turbospark_mlx.families.deepseek2.config import BIASED, Deepseek2Config
+from turbospark_mlx.families.deepseek2.routing import route
+from turbospark_mlx.families.deepseek2.weights import expected, experts
+from turbospark_mlx.families.layers import Builder, Format, Module, Positions, RMSNorm, RoPE, project
+from turbospark_mlx.families.moe import routed_experts
+from turbospark_mlx.families.rope import attention_factor, frequencies
+from turbospark_mlx.protocols import ExpertFactory
+
+_LATENT_EPS = 1e-6
+"""Of the norms of latents, whatever the configuration's ``rms_norm_eps`` is."""
+
+
+class PartialRoPE(RoPE):
+    """`RoPE` of pairs of neighbours or of halves, with a magnitude: only a part of a head turns, so that it cannot go
+    into the scale of scores."""
+
+    def __init__(self, frequencies: np.ndarray, *, interleaved: bool, magnitude: float):
+        super().__init__(frequencies)
+        self.interleaved, self._magnitude = interleaved, magnitude
+
+    def table(self, offset: int, length: int) -> np.ndarray:
+        return rotations(self._frequencies, np.arange(offset, offset + length), magnitude=self._magnitude)
+
+    def __call__(self, x: mx.array, offset: int | mx.array) -> mx.array:
+        y = mx.fast.rope(
+            x, x.shape[-1], traditional=self.interleaved, base=None, scale=1.0, offset=offset, freqs=self._periods
+        )
+        return y if self._magnitude == 1.0 else y * self._magnitude
+
+
+def per_head(
+    linear: nn.Module, heads: int, rows: slice, x: mx.array, *, transpose: bool, backend: backends.Backend
+) -> mx.array:
+    """Products with the ``rows`` that each head has in a matrix, as it is stored: ``x [B, H, L, K]`` times their
+    transpose where ``transpose``, otherwise times themselves; in the dtype of ``x``."""
+    parts = {name: linear[name] for name in ("weight", "scales", "biases") if name in linear}
+    weight, *companions = (array.reshape(heads, -1, array.shape[-1])[:, rows] for array in parts.values())
+    if companions:
+        form = {"group_size": linear.group_size, "bits": linear.bits}
+        if backend.device == "cpu" or x.shape[-1] >= GPU_PRODUCT_COLUMNS:
+            return mx.quantized_matmul(x, weight, *companions, transpose=transpose, **form).astype(x.dtype)
+        weight = mx.dequantize(weight, *companions, **form).astype(x.dtype)
+    return (x @ (weight.swapaxes(-1, -2) if transpose else weight)).astype(x.dtype)
+
+
+class Attention(Module):
+    """Multi-head latent attention in its absorbed form: queries are brought to the latents, not latents to every
+    head's keys and values.
+
+    ``kv_b_proj``'s matrix is used as it is stored. Where something else stands in for that module (an adapter), the
+    expanded form applies it to every visible latent.
+    """
+
+    def __init__(self, config: Deepseek2Config, path: str, rope: PartialRoPE, build: Builder):
+        super().__init__()
+        self._rope, self._attention, self._backend, self._fused = rope, build.attention, build.backend, build.fused
+        self._scale, self._heads, self._latent = config.attention_scale, config.num_attention_heads, config.kv_lora_rank
+        self._nope, self._values = config.qk_nope_head_dim, config.v_head_dim
+        hidden, rows = config.hidden_size, config.num_attention_heads * (self._nope + config.qk_rope_head_dim)
+        self._first = "q_proj" if config.q_lora_rank is None else "q_a_proj"
+        (self[self._first], self.kv_a_proj_with_mqa), self._joint = build.projections(
+            hidden,
+            {
+                f"{path}.{self._first}": config.q_lora_rank or rows,
+                f"{path}.kv_a_proj_with_mqa": config.latent_size,
+            },
+        )
+        if config.q_lora_rank is not None:
+            self.q_a_layernorm = build.norm(f"{path}.q_a_layernorm", config.q_lora_rank, _LATENT_EPS)
+            self.q_b_proj = build.linear(f"{path}.q_b_proj", config.q_lora_rank, rows)
+        self.kv_a_layernorm = build.norm(f"{path}.kv_a_layernorm", self._latent, _LATENT_EPS)
+        if config.split_kv_b:
+            self.embed_q = build.linear(f"{path}.embed_q", self._nope, self._heads * self._latent)
+            self.unembed_out = build.linear(f"{path}.unembed_out", self._latent, self._heads * self._values)
+        else:
+            self.kv_b_proj = build.linear(f"{path}.kv_b_proj", self._latent, self._heads * (self._nope + self._values))
+        self.o_proj = build.linear(f"{path}.o_proj", self._heads * self._values, hidden)
+
+    def __call__(
+        self,
+        x: mx.array,
+        positions: Positions,
+        cache: LatentKV | None = None,
+        *,
+        norm: nn.Module,
+        residual: mx.array,
+    ) -> mx.array:
+        """``norm`` is applied to ``x`` before, ``residual`` is added after."""
+        B, L, _ = x.shape
+        parts = self[self._first], self.kv_a_proj_with_mqa
+        joint = self._joint.joint(*parts)
+        if joint is not None:
+            width = parts[1]["weight"].shape[0]
+            q, latent = mx.split(project(joint, x, norm=norm), [-width], axis=-1)
+        else:
+            q, latent = self._joint(norm(x), *parts)
+        if "q_b_proj" in self:
+            q = project(self.q_b_proj, q, norm=self.q_a_layernorm)
+        q = q.reshape(B, L, self._heads, -1).transpose(0, 2, 1, 3)
+        rows = mx.concatenate(
+            [
+                self.kv_a_layernorm(latent[..., : self._latent])[:, None],
+                self._turn(latent[:, None, :, self._latent :], positions),
+            ],
+            axis=-1,
+        )
+        if cache is not None:
+            buffer, count = cache.append(rows[None])
+            rows = buffer[0, :, :, :count]
+        y = self._attend(q[..., : self._nope], self._turn(q[..., self._nope :], positions), rows)
+        return project(self.o_proj, y.transpose(0, 2, 1, 3).reshape(B, L, -1), residual=residual)
+
+    def _turn(self, x: mx.array, positions: Positions) -> mx.array:
+        if not self._fused:
+            return self._rope(x, positions.offset)
+        rotation = positions.rotation(self._rope)
+        return rotate(x, rotation, interleaved=self._rope.interleaved, backend=self._backend)
+
+    def _attend(self, q: mx.array, turned: mx.array, rows: mx.array) -> mx.array:
+        """``q [B, H, L, n]``, ``turned [B, H, L, r]`` over ``rows [B, 1, S, R + r]`` -> ``[B, H, L, v]``."""
+        options = {"scale": self._scale, "mask": "causal" if q.shape[2] > 1 else None}
+        latents, heads, nope = rows[..., : self._latent], self._heads, self._nope
+        if "embed_q" in self:
+            q = per_head(self.embed_q, heads, slice(None), q, transpose=True, backend=self._backend)
+            y = self._attention(mx.concatenate([q, turned], axis=-1), rows, latents, **options)
+            return per_head(self.unembed_out, heads, slice(None), y, transpose=True, backend=self._backend)
+        linear = self.kv_b_proj
+        if "weight" in linear:
+            q = per_head(linear, heads, slice(None, nope), q, transpose=False, backend=self._backend)
+            y = self._attention(mx.concatenate([q, turned], axis=-1), rows, latents, **options)
+            return per_head(linear, heads, slice(nope, None), y, transpose=True, backend=self._backend)
+        B, _, S, _ = rows.shape
+        each = linear(latents[:, 0]).reshape(B, S, heads, -1).transpose(0, 2, 1, 3)
+        keys = mx.broadcast_to(rows[..., self._latent :], (B, heads, S, turned.shape[-1]))
+        keys = mx.concatenate([each[..., :nope], keys], axis=-1)
+        return self._attention(mx.concatenate([q, turned], axis=-1), keys, each[..., nope:], **options)
+
+
+class FeedForward(Module):
+    """SwiGLU (Shazeer 2020, arXiv:2002.05202): ``down(silu(gate(x)) * up(x))``."""
+
+    def __init__(self, path: str, hidden: int, wide: int, build: Builder):
+        super().__init__()
+        (self.gate_proj, self.up_proj), self._gate_up = build.projections(
+            hidden, {f"{path}.gate_proj": wide, f"{path}.up_proj": wide}
+        )
+        self.down_proj = build.linear(f"{path}.down_proj", wide, hidden)
+
+    def __call__(self, x: mx.array, *, norm: nn.Module, residual: mx.array) -> mx.array:
+        """``norm`` is applied to ``x`` before, ``residual`` is added after."""
+        joint = self._gate_up.joint(self.gate_proj, self.up_proj)
+        if joint is not None and isinstance(norm, RMSNorm):
+            return project(self.down_proj, joint.gated(x, norm=norm), residual=residual)
+        gate, up = self._gate_up(norm(x), self.gate_proj, self.up_proj)
+        return project(self.down_proj, gate * mx.sigmoid(gate) * up, residual=residual)
+
+
+class Mixture(Module):
+    """Routed experts, and the shared ones, which every token meets, unweighted."""
+
+    def __init__(self, config: Deepseek2Config, path: str, position: int, build: Builder):
+        super().__init__()
+        self._config = config
+        self.gate = build.linear(f"{path}.gate", config.hidden_size, config.n_routed_experts)
+        if config.topk_method == BIASED:
+            name = "e_score_correction_bias"
+            self.gate[name] = build.vector(f"{path}.gate.{name}", config.n_routed_experts)
+        spec = experts(config)[f"{path}.switch_mlp"]
+        self.switch_mlp = routed_experts(f"{path}.switch_mlp", position, spec, build)
+        self.shared_experts = FeedForward(
+            f"{path}.shared_experts", config.hidden_size, config.shared_expert_intermediate_size, build
+        )
+
+    def __call__(self, x: mx.array, *, norm: nn.Module, residual: mx.array) -> mx.array:
+        """``norm`` is applied to ``x`` before, ``residual`` is added after."""
+        rows = norm(x).reshape(-1, x.shape[-1])
+        logits = self.gate(rows.astype(mx.float32))
+        indices, weights = route(logits, self.gate.get("e_score_correction_bias"), self._config)
+        pending = self.switch_mlp.begin(indices)
+        shared = self.shared_experts(x, norm=norm, residual=residual)
+        return shared + self.switch_mlp.finish(pending, rows, weights, meanwhile=(shared,)).reshape(x.shape)
+
+
+class DecoderLayer(Module):
+    def __init__(self, config: Deepseek2Config, number: int, rope: PartialRoPE, build: Builder):
+        super().__init__()
+        path, routed = f"model.layers.{number}", config.routed_layers()
+        self.self_attn = Attention(config, f"{path}.self_attn", rope, build)
+        if number in routed:
+            self.mlp = Mixture(config, f"{path}.mlp", routed.index(number), build)
+        else:
+            self.mlp = FeedForward(f"{path}.mlp", config.hidden_size, config.intermediate_size, build)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            self[name] = build.norm(f"{path}.{name}", config.hidden_size, config.rms_norm_eps)
+
+    def __call__(self, x: mx.array, cache: LatentKV | None = None, positions: Positions | None = None) -> mx.array:
+        """``positions`` are those after what ``cache`` holds, or from 0 on."""
+        positions = positions or Positions.after(cache, x.shape[1])
+        x = self.self_attn(x, positions, cache, norm=self.input_layernorm, residual=x)
+        return self.mlp(x, norm=self.post_attention_layernorm, residual=x)
+
+
+class Decoder(Module):
+    """Embedding, layers and final norm: what the checkpoint calls ``model``."""
+
+    def __init__(self, config: Deepseek2Config, build: Builder):
+        super().__init__()
+        turns = frequencies(
+            config.qk_rope_head_dim, config.rope_theta, config.rope_scaling, config.max_position_embeddings
+        )
+        rope = PartialRoPE(turns, interleaved=config.rope_interleave, magnitude=attention_factor(config.rope_scaling))
+        self.embed_tokens = build.embedding("model.embed_tokens", config.vocab_size, config.hidden_size)
+        self.layers = [DecoderLayer(config, number, rope, build) for number in range(config.num_hidden_layers)]
+        self.norm = build.norm("model.norm", config.hidden_size, config.rms_norm_eps)
+
+
+class Model(Module):
+    """A model of the family. It follows the protocol that mlx-lm's tools call: ``model(tokens, cache=...)``,
+    ``model.layers``, ``model.make_cache()``, ``model.args``."""
+
+    longest_context = None
+
+    def __init__(
+        self,
+        config: Deepseek2Config,
+        *,
+        formats: Mapping[str, Format] | None = None,
+        backend: backends.Backend | None = None,
+        dtype: mx.Dtype = mx.float32,
+        fused: bool = True,
+        max_context: int | None = None,
+        experts: ExpertFactory | None = None,
+    ):
+        """Zeroed parameters, to be loaded.
+
+        ``formats`` says how each tensor is stored (see ``layers.Builder``), ``dtype`` is that of activations.
+        ``fused=False`` makes plain ``mlx.nn`` modules. ``experts`` makes the routed experts of each layer; None makes
+        them parameters. ``max_context`` changes nothing here: frequencies are the same for every length.
+        """
+        super().__init__()
+        self.args, self.model_type, self.dtype, self.fused = config, config.model_type, dtype, fused
+        self.experts = experts
+        self.parameter_count = sum(map(prod, expected(config).values()))
+        self.backend = backend or backends.select()
+        build = Builder(self.backend, dtype, formats or {}, fused, experts)
+        self.model = Decoder(config, build)
+        if not config.tie_word_embeddings:
+            self.lm_head = build.linear("lm_head", config.hidden_size, config.vocab_size)
+
+    def hidden(
+        self,
+        tokens: mx.array | None,
+        cache: Sequence[LatentKV] | None = None,
+        input_embeddings: mx.array | None = None,
+        *,
+        positions: Positions | None = None,
+    ) -> mx.array:
+        """Normalised last hidden states ``[B, L, hidden]`` of ``tokens [B, L]``, or of ``input_embeddings`` instead.
+
+        ``positions`` are those after what ``cache`` holds, or from 0 on.
+        """
+        x = self.model.embed_tokens(tokens) if input_embeddings is None else input_embeddings
+        x = x.astype(self.dtype)
+        positions = positions or Positions.after(cache[0] if cache else None, x.shape[1])
+        for layer, state in zip(self.layers, cache or [None] * len(self.layers), strict=True):
+            x = layer(x, state, positions)
+        return self.model.norm(x)
+
+    def head(self, hidden: mx.array) -> mx.array:
+        """Logits ``[..., vocab]`` of hidden states ``[..., hidden]``."""
+        return self.lm_head(hidden) if "lm_head" in self else self.model.embed_tokens.as_linear(hidden)
+
+    def __call__(
+        self,
+        tokens: mx.array | None,
+        cache: Sequence[LatentKV] | None = None,
+        input_embeddings: mx.array | None = None,
+    ) -> mx.array:
+        """Logits ``[B, L, vocab]``. Tokens go on from where ``cache`` is; without one they start at position 0."""
+        return self.head(self.hidden(tokens, cache, input_embeddings))
+
+    @property
+    def layers(self) -> list[DecoderLayer]:
+        return self.model.layers
+
+    def make_cache(self, max_length: int | None = None) -> list[LatentKV]:
+        """An empty state for each layer, for sequences of up to ``max_length`` tokens."""
+        return [LatentKV(max_length) for _ in self.layers]
