@@ -8,7 +8,7 @@ import pytest
 
 from tests.experts import layers
 from tests.kernels import oracle
-from turbospark_mlx.custom_kernels import Mixture, expert_mixture
+from turbospark_mlx.custom_kernels import ExpertArena, Mixture, expert_mixture
 from turbospark_mlx.custom_kernels.backends import Backend, compiler, select
 from turbospark_mlx.custom_kernels.experts import expert_mixture_reference
 from turbospark_mlx.errors import OptionError
@@ -115,3 +115,25 @@ def test_shapes_and_slots_that_do_not_fit_are_refused(written):
                 expert_mixture(arena, *arrays, backend=backend)
         with pytest.raises(OptionError, match="slots run from 0 to 16"):
             expert_mixture(arena, mx.array([[0, 1, 2, 16]] * 2), x, weights, backend=backend)
+
+
+@pytest.mark.skipif(not compiler.candidates(), reason="no C++ compiler on this machine")
+def test_a_row_is_the_same_wherever_its_experts_lie(written):
+    """In an order of their own inside other memory, as a mapped file may have them, and added in parts."""
+    made, rng, backend = written("silu", "int4"), np.random.default_rng(6), select("host")
+    indices, (x, weights) = layers.route(rng, made.spec, 1), layers.inputs(rng, made.spec, 1)
+    with made.open() as install, open_experts(install, backend=backend, residency="resident") as store:
+        arena = store(0, made.spec).arena
+        options = {"residual": x, "backend": backend}
+        whole = expert_mixture(arena, indices, x, weights, **options)
+        rows = np.array(arena.array)
+        places = rng.permutation(2 * len(rows))[: len(rows)]
+        memory = np.full((2 * len(rows), rows.shape[1]), 0xFFFFFFFF, np.uint32)
+        memory[places] = rows
+        moved = ExpertArena(arena.blob, arena.blobs, memory, places)
+        assert np.array_equal(expert_mixture(moved, indices, x, weights, **options), whole)
+        mixture, flat = Mixture(x, weights, blob=arena.blob, **options), np.array(indices).ravel()
+        for pairs in (np.array([2]), np.array([3, 0]), np.array([1])):
+            mixture.add(moved, pairs, flat[pairs])
+        assert np.array_equal(mixture.result(), whole)
+        assert {op for op, _ in backend.counters} == {"moe_phase1_gate_up_act", "moe_phase2_down_reduce"}
