@@ -15,14 +15,19 @@ from turbospark_mlx.testing import make_tiny_install
 
 needs_compiler = pytest.mark.skipif(not compiler.candidates(), reason="no C++ compiler on this machine")
 pytestmark = pytest.mark.skipif(mx.default_device() != mx.cpu, reason="the CPU's way")
+LLAMA = ("llama", "mistral", "qwen3", "mixtral", "qwen3-moe", "qwen3-moe-sums")
+GEMMA4 = ("gemma4-moe", "gemma4-dense", "gemma4-small", "gemma4-untied")
 TOKENS = [int(t) for t in np.random.default_rng(3).integers(0, 320, 60)]
 
 
 @pytest.fixture(scope="module")
 def install(tmp_path_factory):
     return {
-        variant: make_tiny_install("llama", tmp_path_factory.mktemp("step") / f"{variant}.gturbo", variant=variant)
-        for variant in ("llama", "mistral", "qwen3")
+        variant: make_tiny_install(
+            family, tmp_path_factory.mktemp("step") / f"{variant}.gturbo", variant=variant, group_size=32
+        )
+        for family, variants in (("llama", LLAMA), ("gemma4", GEMMA4))
+        for variant in variants
     }
 
 
@@ -48,13 +53,40 @@ def follow(runner, tokens, prompt):
 
 @needs_compiler
 @pytest.mark.parametrize("prompt", [1, 5, 8, 250])
-@pytest.mark.parametrize("variant", ["llama", "mistral", "qwen3"])
+@pytest.mark.parametrize("variant", LLAMA[:3])
 def test_a_recorded_step_gives_the_same_bits(install, variant, prompt):
     """Over a window's edge, over a cache that grows, and again after it was emptied."""
     with Runner.open(install[variant], kernels="host") as runner:
         for _ in range(2):
             follow(runner, TOKENS[:20], (PROMPT * 5)[:prompt])
         assert runner.report().decode_step == "one list of kernels"
+
+
+@needs_compiler
+@pytest.mark.parametrize("variant", [*LLAMA[3:], *GEMMA4])
+def test_every_operation_of_a_step_is_a_kernel(install, variant):
+    """Routers, experts in memory, scaled embeddings and inputs for each layer, over a window's edge."""
+    with Runner.open(install[variant], kernels="host") as runner:
+        follow(runner, TOKENS[:24], PROMPT[:5])
+        assert runner.report().decode_step == "one list of kernels"
+
+
+@needs_compiler
+@pytest.mark.parametrize("residency", ["streamed", "mapped"])
+def test_experts_that_are_read_on_the_way_give_the_bits_of_a_recorded_step(install, residency):
+    slots = {"expert_slots": 3} if residency == "streamed" else {}
+    with (
+        Runner.open(install["gemma4-moe"], kernels="host", residency="resident") as runner,
+        Runner.open(install["gemma4-moe"], kernels="host", residency=residency, **slots) as other,
+    ):
+        assert_exact(runner.prefill(PROMPT[:9]), other.prefill(PROMPT[:9]))
+        other.model.backend.counters.clear()
+        for token in TOKENS[:20]:
+            assert_exact(runner.decode(token), other.decode(token))
+        assert runner.report().decode_step == "one list of kernels"
+        assert "because experts are chosen on the way" in other.report().decode_step
+        assert ("expert_mixture", "kernel") not in other.model.backend.counters
+        assert other.model.backend.counters["moe_phase2_down_reduce", "kernel"] == 20 * len(other.model.layers)
 
 
 @needs_compiler
