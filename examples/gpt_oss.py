@@ -55,7 +55,8 @@ def show_layers(runner: Runner, ids: list[int]) -> None:
     for number, layer in enumerate(model.layers):
         attended = layer.self_attn(x, Positions(0, len(ids)), norm=layer.input_layernorm, residual=x)
         rows = layer.post_attention_layernorm(attended).reshape(-1, config.hidden_size)
-        indices, _ = route(layer.mlp.router(rows.astype(mx.float32)), config.num_experts_per_tok, normalize=True)
+        options = {"normalize": True, "backend": model.backend}
+        indices, _ = route(layer.mlp.router, rows, config.num_experts_per_tok, **options)
         counts = Counter(np.array(indices).reshape(-1).tolist())
         sinks = layer.self_attn["sinks"].astype(mx.float32)
         sees = f"the last {config.sliding_window}" if config.slides(number) else "all"

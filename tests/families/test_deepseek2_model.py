@@ -197,6 +197,20 @@ def test_products_with_rows_of_a_packed_matrix(bits, group_size, length, device)
     np.testing.assert_allclose(found, np.einsum("bhlr,hvr->bhlv", c, each[:, nope:]), atol=1e-4)
 
 
+def test_gpus_get_no_packed_product_of_few_columns(monkeypatch):
+    """MLX's is wrong there on some; the CPU's is right."""
+
+    def product(*arrays, **options):
+        raise AssertionError
+
+    monkeypatch.setattr(mx, "quantized_matmul", product)
+    linear = nn.QuantizedLinear(128, 16, False, 64, 4)
+    gpu = replace(backends.select("reference"), device="gpu")
+    assert per_head(linear, 2, slice(0, 5), mx.ones((1, 2, 1, 5)), transpose=False, backend=gpu).shape == (1, 2, 1, 128)
+    with pytest.raises(AssertionError):
+        per_head(linear, 2, slice(0, 5), mx.ones((1, 2, 1, 128)), transpose=True, backend=gpu)
+
+
 def test_norms_have_their_epsilons():
     """Those of latents have 1e-6 whatever config.json says."""
     hf = {**tiny_config("deepseek2", "deepseek-v3"), "rms_norm_eps": 0.3}
@@ -219,6 +233,7 @@ def test_a_cache_keeps_one_row_of_latent_and_turned_key():
 def test_rows_of_two_widths():
     """A cache for other models' keys and values gives both back, each in its width; a held state never changes."""
     cache = LatentKV()
+    assert not cache.places(1)
     keys, values = mx.random.normal((2, 3, 5, 4)), mx.random.normal((2, 3, 5, 6))
     k, v = cache.update_and_fetch(keys, values)
     assert_exact(k, keys)

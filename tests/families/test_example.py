@@ -36,10 +36,7 @@ def test_it_lists_the_variants(monkeypatch, capsys):
 
 @pytest.mark.parametrize("variant", ["gpt-oss", "gpt-oss-plain"])
 def test_gpt_oss_runs_on_a_tiny_model_that_it_makes(variant, monkeypatch, capsys):
-    script = SCRIPT.parent / "gpt_oss.py"
-    monkeypatch.setattr(sys, "argv", [str(script), "--variant", variant, "--tokens", "6"])
-    runpy.run_path(str(script), run_name="__main__")
-    out = capsys.readouterr().out
+    out = run("gpt_oss.py", "--variant", variant, "--tokens", "6", monkeypatch=monkeypatch, capsys=capsys)
     assert "sees the last 8" in out
     assert "sees all" in out
     assert "streamed logits differ by 0;" in out

@@ -78,8 +78,8 @@ class Recorded:
         self.calls.append(indices.tolist())
         return indices
 
-    def finish(self, pending, x, weights, *, meanwhile=()):
-        return x + (pending * weights).sum(axis=-1, keepdims=True)
+    def finish(self, pending, x, weights, *, meanwhile=(), residual=None):
+        return x + (pending * weights).sum(axis=-1, keepdims=True) + residual
 
 
 def test_a_factory_decides_where_experts_live():
