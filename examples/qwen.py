@@ -75,10 +75,8 @@ def show_reuse(runner: Runner, ids: list[int]) -> None:
     print(f"the same prompt again: {runner.reuse(ids)} of {len(ids)} tokens are reused")
     runner.rollback(mark)
     print(f"after a rollback the logits differ by {float(mx.abs(before - runner.prefill(ids[shared:])).max()):g}")
-    other = [*ids[:shared], *(i ^ 1 for i in ids[shared:])]
-    print(f"{runner.reuse(other)} of {shared} tokens are reused where another prompt goes its own way after them;")
-    runner.prefill(other[:shared])
-    print(f"{runner.reuse(other)} where the state was left just there")
+    other = [*ids[: shared - 1], *(i ^ 1 for i in ids[shared - 1 :])]
+    print(f"{runner.reuse(other)} of the first {shared - 1} tokens are reused that another prompt shares")
 
 
 def main() -> None:

@@ -64,3 +64,12 @@ def test_latent_attention_in_both_forms(monkeypatch, capsys):
     assert "a token leaves 72 numbers in each of 3 layers" in out
     assert out.count("to experts of 2 groups in 4") == 2
     assert "after a rollback the logits differ by 0" in out
+
+
+@pytest.mark.parametrize("variant", ["qwen3.5", "qwen3.5-moe"])
+def test_recurrent_states_and_what_they_allow(variant, monkeypatch, capsys):
+    out = run("qwen.py", "--variant", variant, "--tokens", "8", monkeypatch=monkeypatch, capsys=capsys)
+    assert "whatever the length" in out
+    assert "the same prompt again: 41 of 42 tokens are reused" in out
+    assert "after a rollback the logits differ by 0" in out
+    assert "0 of the first 20 tokens are reused" in out

@@ -66,7 +66,7 @@ def attend(backend, heads, kv_heads, length, keys, head_dim, value_dim, dtype, k
     return call, arrays
 
 
-def activated(backend, shape, activation, dtype):
+def elementwise(backend, shape, activation, dtype):
     options = {"activation": activation} | ({"limit": 0.5} if activation == "clamped_swiglu" else {})
     arrays = [normal(*shape, dtype=dtype), normal(*shape, dtype=mx.float32)]
     return partial(ck.gated_product, **options, backend=backend), arrays
@@ -273,7 +273,7 @@ def variants(backend: Backend) -> Iterator[Call]:
         yield rotate(backend, (1, 16, 3, 192), 32, dtype, start=128, interleaved=True)
     for dtype in DTYPES:
         for activation in gemv.ACTIVATIONS:
-            yield activated(backend, (1, 3, 257), activation, dtype)
+            yield elementwise(backend, (1, 3, 257), activation, dtype)
     for rows in (1, 8):
         yield router(backend, rows, None, 128, 8, mx.float32, mx.bfloat16, normalize=True, arounds=True, scale=2.5)
         yield router(backend, rows, 64, 8, 2, mx.float32, mx.bfloat16, normalize=True)
