@@ -24,12 +24,11 @@ def spec_of(family, variant):
     return next(iter(known.experts(config_of(family, variant)).values()), None)
 
 
-# One of gpt-oss is enough outside the slow run: its others have experts of the same kind.
-MIXTURES = [
-    pytest.param(family, v, marks=[pytest.mark.slow] if family == "gpt_oss" and v != "gpt-oss" else [])
-    for family in FAMILIES
-    for v in variants(family)
-    if spec_of(family, v)
+MIXTURES = [(family, v) for family in FAMILIES for v in variants(family) if spec_of(family, v)]
+# Compiling the kernels of a variant takes half a minute, so that outside the slow run one has them.
+ON_KERNELS = [
+    pytest.param(*each, "auto", marks=[] if each == ("gemma4", "gemma4-moe") else [pytest.mark.slow])
+    for each in MIXTURES
 ]
 PROMPT = np.random.default_rng(0).integers(0, 320, 21).tolist()
 
@@ -54,8 +53,7 @@ def answers(runner):
     return [np.array(logits) for logits in found]
 
 
-@pytest.mark.parametrize("kernels", ["auto", "reference"])
-@pytest.mark.parametrize(("family", "variant"), MIXTURES)
+@pytest.mark.parametrize(("family", "variant", "kernels"), [*ON_KERNELS, *((*each, "reference") for each in MIXTURES)])
 def test_residency_changes_no_bit(install, family, variant, kernels):
     path, options = install(family, variant), {"kernels": kernels, "prefill_chunk": 8}
     spec = spec_of(family, variant)
