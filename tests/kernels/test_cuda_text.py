@@ -71,6 +71,7 @@ def test_translation_leaves_no_address_space():
     assert cuda.translate("threadgroup_barrier(mem_flags::mem_threadgroup);").startswith("threadgroup_barrier")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 def test_the_translation_compiles_and_keeps_its_arrays_in_registers(tmp_path):
     by_headers = {}

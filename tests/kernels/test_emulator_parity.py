@@ -54,7 +54,8 @@ def calls():
     return calls
 
 
-@pytest.mark.parametrize("number", range(COUNT))
+# Instrumented kernels take a second or two to compile: a third of them in the quick run, every kernel among them.
+@pytest.mark.parametrize("number", [pytest.param(n, marks=[pytest.mark.slow] if n % 3 else []) for n in range(COUNT)])
 @pytest.mark.parametrize("name", [EMULATED, METAL])
 def test_every_variant(calls, name, number):
     backend, every = calls(name)
