@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from turbospark_mlx.errors import TurbosparkError
+from turbospark_mlx.errors import ConvertError, TurbosparkError
 
 LARGEST_SIZE = 2**31 - 1
 """MLX keeps array dimensions in 32 bits."""
@@ -20,6 +20,12 @@ SMALLEST_NUMBER, LARGEST_NUMBER = 1e-18, 1e18
 """Beyond any model's, and near enough that squares and quotients of two of them stay within float32."""
 
 _REQUIRED: Any = object()
+
+
+def check_decided(tie_word_embeddings: bool | None) -> None:
+    """Raise ConvertError for a configuration in which it is still open whether the head is the embedding."""
+    if tie_word_embeddings is None:
+        raise ConvertError("tie_word_embeddings is not decided: config.json is silent and the tensors were not seen.")
 
 
 @dataclass(frozen=True)

@@ -129,8 +129,9 @@ class Family(Protocol):
         """A config.json dictionary with the same meaning as GGUF metadata. Raises ConvertError."""
         ...
 
-    # A family whose tensors say more than config.json has ``settle(config, shapes)`` besides: the configuration with
-    # what the shapes of a checkpoint's tensors, by name, decide.
+    def settle(self, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> ModelConfig:
+        """The configuration with what config.json leaves to the shapes of a checkpoint's tensors, by name."""
+        ...
 
     def place(self, checkpoint_name: str, config: ModelConfig) -> Placement | Dropped:
         """Where a checkpoint tensor goes. ``checkpoint_name`` is in the published or the mlx spelling, without the

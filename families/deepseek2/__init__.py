@@ -2,29 +2,18 @@
 
 from importlib import import_module
 
-from turbospark_mlx.families.deepseek2 import config, gguf, weights
+from turbospark_mlx.families.declared import DeclaredFamily, NoGguf
+from turbospark_mlx.families.deepseek2 import config, weights
 
-
-class _Deepseek2Family:
-    """See ``turbospark_mlx.protocols.Family``."""
-
-    name = "deepseek2"
-    model_types = config.MODEL_TYPES
-    manifest_families = ("deepseek2",)
-    gguf_architectures = ("deepseek2",)
-
-    config_from_hf = staticmethod(config.config_from_hf)
-    config_from_manifest = staticmethod(config.config_from_manifest)
-    hf_config_from_gguf = staticmethod(gguf.hf_config_from_gguf)
-    settle = staticmethod(weights.settle)
-    place = staticmethod(weights.place)
-    expected = staticmethod(weights.expected)
-    experts = staticmethod(weights.experts)
-    gguf_name = staticmethod(gguf.gguf_name)
-    gguf_rows = staticmethod(gguf.gguf_rows)
-
-
-FAMILY = _Deepseek2Family()
+FAMILY = DeclaredFamily(
+    "deepseek2",
+    config,
+    weights,
+    NoGguf(),
+    model_types=config.MODEL_TYPES,
+    manifest_families=("deepseek2",),
+    gguf_architectures=("deepseek2",),
+)
 
 
 def __getattr__(name: str):

@@ -7,9 +7,6 @@ and one turned key part for all heads.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from math import prod
-
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -17,13 +14,14 @@ import numpy as np
 from turbospark_mlx.cache import LatentKV
 from turbospark_mlx.custom_kernels import backends, rotate, rotations
 from turbospark_mlx.custom_kernels.affine import GPU_PRODUCT_COLUMNS
+from turbospark_mlx.families.decoder import CausalModel, Decoder
 from turbospark_mlx.families.deepseek2.config import BIASED, Deepseek2Config
 from turbospark_mlx.families.deepseek2.routing import route
 from turbospark_mlx.families.deepseek2.weights import expected, experts
-from turbospark_mlx.families.layers import Builder, Format, Module, Positions, RMSNorm, RoPE, project
+from turbospark_mlx.families.feed_forward import FeedForward
+from turbospark_mlx.families.layers import Builder, Module, Positions, RoPE, project
 from turbospark_mlx.families.moe import routed_experts
 from turbospark_mlx.families.rope import attention_factor, frequencies
-from turbospark_mlx.protocols import ExpertFactory
 
 _LATENT_EPS = 1e-6
 """Of the norms of latents, whatever the configuration's ``rms_norm_eps`` is."""
@@ -58,7 +56,8 @@ def per_head(
         form = {"group_size": linear.group_size, "bits": linear.bits}
         if backend.device == "cpu" or x.shape[-1] >= GPU_PRODUCT_COLUMNS:
             return mx.quantized_matmul(x, weight, *companions, transpose=transpose, **form).astype(x.dtype)
-        weight = mx.dequantize(weight, *companions, **form).astype(x.dtype)
+        wide = (companion.astype(mx.float32) for companion in companions)
+        weight = mx.dequantize(weight, *wide, **form).astype(x.dtype)
     return (x @ (weight.swapaxes(-1, -2) if transpose else weight)).astype(x.dtype)
 
 
@@ -155,25 +154,6 @@ class Attention(Module):
         return self._attention(mx.concatenate([q, turned], axis=-1), keys, each[..., nope:], **options)
 
 
-class FeedForward(Module):
-    """SwiGLU (Shazeer 2020, arXiv:2002.05202): ``down(silu(gate(x)) * up(x))``."""
-
-    def __init__(self, path: str, hidden: int, wide: int, build: Builder):
-        super().__init__()
-        (self.gate_proj, self.up_proj), self._gate_up = build.projections(
-            hidden, {f"{path}.gate_proj": wide, f"{path}.up_proj": wide}
-        )
-        self.down_proj = build.linear(f"{path}.down_proj", wide, hidden)
-
-    def __call__(self, x: mx.array, *, norm: nn.Module, residual: mx.array) -> mx.array:
-        """``norm`` is applied to ``x`` before, ``residual`` is added after."""
-        joint = self._gate_up.joint(self.gate_proj, self.up_proj)
-        if joint is not None and isinstance(norm, RMSNorm):
-            return project(self.down_proj, joint.gated(x, norm=norm), residual=residual)
-        gate, up = self._gate_up(norm(x), self.gate_proj, self.up_proj)
-        return project(self.down_proj, gate * mx.sigmoid(gate) * up, residual=residual)
-
-
 class Mixture(Module):
     """Routed experts, and the shared ones, which every token meets, unweighted."""
 
@@ -219,88 +199,17 @@ class DecoderLayer(Module):
         return self.mlp(x, norm=self.post_attention_layernorm, residual=x)
 
 
-class Decoder(Module):
-    """Embedding, layers and final norm: what the checkpoint calls ``model``."""
+class Model(CausalModel):
+    """A model of the family; see `CausalModel`."""
 
-    def __init__(self, config: Deepseek2Config, build: Builder):
-        super().__init__()
+    expected = staticmethod(expected)
+
+    def decoder(self, config: Deepseek2Config, build: Builder, length: int) -> Decoder:
         turns = frequencies(
             config.qk_rope_head_dim, config.rope_theta, config.rope_scaling, config.max_position_embeddings
         )
         rope = PartialRoPE(turns, interleaved=config.rope_interleave, magnitude=attention_factor(config.rope_scaling))
-        self.embed_tokens = build.embedding("model.embed_tokens", config.vocab_size, config.hidden_size)
-        self.layers = [DecoderLayer(config, number, rope, build) for number in range(config.num_hidden_layers)]
-        self.norm = build.norm("model.norm", config.hidden_size, config.rms_norm_eps)
-
-
-class Model(Module):
-    """A model of the family. It follows the protocol that mlx-lm's tools call: ``model(tokens, cache=...)``,
-    ``model.layers``, ``model.make_cache()``, ``model.args``."""
-
-    longest_context = None
-
-    def __init__(
-        self,
-        config: Deepseek2Config,
-        *,
-        formats: Mapping[str, Format] | None = None,
-        backend: backends.Backend | None = None,
-        dtype: mx.Dtype = mx.float32,
-        fused: bool = True,
-        max_context: int | None = None,
-        experts: ExpertFactory | None = None,
-    ):
-        """Zeroed parameters, to be loaded.
-
-        ``formats`` says how each tensor is stored (see ``layers.Builder``), ``dtype`` is that of activations.
-        ``fused=False`` makes plain ``mlx.nn`` modules. ``experts`` makes the routed experts of each layer; None makes
-        them parameters. ``max_context`` changes nothing here: frequencies are the same for every length.
-        """
-        super().__init__()
-        self.args, self.model_type, self.dtype, self.fused = config, config.model_type, dtype, fused
-        self.experts = experts
-        self.parameter_count = sum(map(prod, expected(config).values()))
-        self.backend = backend or backends.select()
-        build = Builder(self.backend, dtype, formats or {}, fused, experts)
-        self.model = Decoder(config, build)
-        if not config.tie_word_embeddings:
-            self.lm_head = build.linear("lm_head", config.hidden_size, config.vocab_size)
-
-    def hidden(
-        self,
-        tokens: mx.array | None,
-        cache: Sequence[LatentKV] | None = None,
-        input_embeddings: mx.array | None = None,
-        *,
-        positions: Positions | None = None,
-    ) -> mx.array:
-        """Normalised last hidden states ``[B, L, hidden]`` of ``tokens [B, L]``, or of ``input_embeddings`` instead.
-
-        ``positions`` are those after what ``cache`` holds, or from 0 on.
-        """
-        x = self.model.embed_tokens(tokens) if input_embeddings is None else input_embeddings
-        x = x.astype(self.dtype)
-        positions = positions or Positions.after(cache[0] if cache else None, x.shape[1])
-        for layer, state in zip(self.layers, cache or [None] * len(self.layers), strict=True):
-            x = layer(x, state, positions)
-        return self.model.norm(x)
-
-    def head(self, hidden: mx.array) -> mx.array:
-        """Logits ``[..., vocab]`` of hidden states ``[..., hidden]``."""
-        return self.lm_head(hidden) if "lm_head" in self else self.model.embed_tokens.as_linear(hidden)
-
-    def __call__(
-        self,
-        tokens: mx.array | None,
-        cache: Sequence[LatentKV] | None = None,
-        input_embeddings: mx.array | None = None,
-    ) -> mx.array:
-        """Logits ``[B, L, vocab]``. Tokens go on from where ``cache`` is; without one they start at position 0."""
-        return self.head(self.hidden(tokens, cache, input_embeddings))
-
-    @property
-    def layers(self) -> list[DecoderLayer]:
-        return self.model.layers
+        return Decoder(config, lambda number: DecoderLayer(config, number, rope, build), build)
 
     def make_cache(self, max_length: int | None = None) -> list[LatentKV]:
         """An empty state for each layer, for sequences of up to ``max_length`` tokens."""

@@ -22,6 +22,7 @@ from dataclasses import replace
 from turbospark_mlx.errors import ConvertError
 from turbospark_mlx.families import routed
 from turbospark_mlx.families.deepseek2.config import BIASED, Deepseek2Config
+from turbospark_mlx.families.fields import check_decided
 from turbospark_mlx.protocols import Dropped, ExpertSpec, Placement, Role
 
 PREFIX = "language_model."
@@ -81,8 +82,7 @@ def _layer_shapes(config: Deepseek2Config, number: int) -> Iterator[tuple[str, t
 
 
 def _checkpoint_shapes(config: Deepseek2Config) -> dict[str, tuple[int, ...]]:
-    if config.tie_word_embeddings is None:
-        raise ConvertError("tie_word_embeddings is not decided: config.json is silent and the tensors were not seen.")
+    check_decided(config.tie_word_embeddings)
     shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (config.vocab_size, config.hidden_size)}
     for number in range(config.num_hidden_layers):
         shapes |= {f"model.layers.{number}.{name}": shape for name, shape in _layer_shapes(config, number)}

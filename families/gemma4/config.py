@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from turbospark_mlx.errors import ConvertError, InstallError
-from turbospark_mlx.families.fields import MOST_LAYERS, Fields
+from turbospark_mlx.families.fields import MOST_LAYERS, Fields, check_decided
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -142,10 +142,7 @@ class Gemma4Config:
 
     def to_manifest(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The manifest's ``arch`` and the extension, both complete."""
-        if self.tie_word_embeddings is None:
-            raise ConvertError(
-                "tie_word_embeddings is not decided: config.json is silent and the tensors were not seen."
-            )
+        check_decided(self.tie_word_embeddings)
         arch = {
             "family": self.model_type,
             "hiddenSize": self.hidden_size,

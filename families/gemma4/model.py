@@ -11,8 +11,7 @@ Does not know images or sound: ids of their placeholders are embedded like any t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from math import prod
+from collections.abc import Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -20,7 +19,6 @@ import mlx.nn as nn
 from turbospark_mlx.cache import LinearKV, RingKV
 from turbospark_mlx.custom_kernels import (
     appends,
-    backends,
     cache_attention,
     gated_product,
     qkv_append,
@@ -28,24 +26,23 @@ from turbospark_mlx.custom_kernels import (
     rms_norm,
 )
 from turbospark_mlx.errors import OptionError
+from turbospark_mlx.families.decoder import CausalModel, Decoder
+from turbospark_mlx.families.feed_forward import FeedForward
 from turbospark_mlx.families.gemma4.config import FULL, SLIDING, Gemma4Config
 from turbospark_mlx.families.gemma4.weights import expected, experts
 from turbospark_mlx.families.layers import (
     AffineEmbedding,
     AffineLinear,
     Builder,
-    Format,
     Module,
     Positions,
     RMSNorm,
     RoPE,
     add_normed,
-    gelu_tanh,
     project,
     scaled_rows,
 )
 from turbospark_mlx.families.moe import route, routed_experts
-from turbospark_mlx.protocols import ExpertFactory
 
 Visible = tuple[mx.array, mx.array | None]
 """Keys and values ``[B, KV, S, D]`` in time order, or a cache's buffer ``[2, B, KV, capacity, D]`` and None."""
@@ -146,26 +143,6 @@ class Attention(Module):
         return y.transpose(0, 2, 1, 3).reshape(B, L, -1)
 
 
-class FeedForward(Module):
-    """GeGLU (Shazeer 2020, arXiv:2002.05202): ``down(gelu(gate(x)) * up(x))``."""
-
-    def __init__(self, config: Gemma4Config, number: int, build: Builder):
-        super().__init__()
-        path, hidden, wide = f"model.layers.{number}.mlp", config.hidden_size, config.feed_forward_size(number)
-        (self.gate_proj, self.up_proj), self._gate_up = build.projections(
-            hidden, {f"{path}.gate_proj": wide, f"{path}.up_proj": wide}
-        )
-        self.down_proj = build.linear(f"{path}.down_proj", wide, hidden)
-
-    def __call__(self, x: mx.array, *, norm: nn.Module) -> mx.array:
-        """``norm`` is applied to ``x`` before."""
-        joint = self._gate_up.joint(self.gate_proj, self.up_proj)
-        if joint is not None and isinstance(norm, RMSNorm):
-            return self.down_proj(joint.gated(x, norm=norm, activation="gelu_tanh"))
-        gate, up = self._gate_up(norm(x), self.gate_proj, self.up_proj)
-        return self.down_proj(gelu_tanh(gate) * up)
-
-
 class Router(Module):
     """Chooses experts from the residual stream itself, normalised and scaled; weights need not add up to 1."""
 
@@ -200,7 +177,8 @@ class DecoderLayer(Module):
         path, hidden = f"model.layers.{number}", config.hidden_size
         self.kv_source, self._backend = config.kv_source(number), build.backend
         self.self_attn = Attention(config, number, rope, build)
-        self.mlp = FeedForward(config, number, build)
+        wide = config.feed_forward_size(number)
+        self.mlp = FeedForward(f"{path}.mlp", hidden, wide, build, activation="gelu_tanh")
         norms = [
             "input_layernorm",
             "post_attention_layernorm",
@@ -252,14 +230,17 @@ class DecoderLayer(Module):
         return add_normed(dense, self.post_feedforward_layernorm_2, routed.reshape(x.shape))
 
 
-class Decoder(Module):
-    """Embeddings, layers and final norm: what the checkpoint calls ``model``."""
+class Gemma4Decoder(Decoder):
+    """`Decoder`, and in some sizes a table of inputs for every layer."""
 
     def __init__(self, config: Gemma4Config, build: Builder):
-        super().__init__()
-        self._config = config
         rope = {kind: RoPE(config.frequencies(kind)) for kind in (SLIDING, FULL)}
-        self.embed_tokens = build.embedding("model.embed_tokens", config.vocab_size, config.hidden_size)
+
+        def layer(number: int) -> DecoderLayer:
+            return DecoderLayer(config, number, rope[config.layer_types[number]], build)
+
+        super().__init__(config, layer, build)
+        self._config = config
         if each := config.hidden_size_per_layer_input:
             every = config.num_hidden_layers * each
             self.embed_tokens_per_layer = build.embedding(
@@ -271,10 +252,6 @@ class Decoder(Module):
             # The published model divides the projection by sqrt(hidden) before this norm, which is to multiply eps.
             eps = config.rms_norm_eps * config.hidden_size
             self.per_layer_projection_norm = build.norm("model.per_layer_projection_norm", each, eps)
-        self.layers = [
-            DecoderLayer(config, number, rope[kind], build) for number, kind in enumerate(config.layer_types)
-        ]
-        self.norm = build.norm("model.norm", config.hidden_size, config.rms_norm_eps)
 
     def layer_inputs(self, tokens: mx.array | None, x: mx.array) -> mx.array | None:
         """What each layer is told about each token, from its id and its embedding: ``[B, L, layers, d]``, or None in
@@ -292,38 +269,13 @@ class Decoder(Module):
         return add_normed(known, self.per_layer_projection_norm, projected, scale=2**-0.5)
 
 
-class Model(Module):
-    """A model of the family. It follows the protocol that mlx-lm's tools call: ``model(tokens, cache=...)``,
-    ``model.layers``, ``model.make_cache()``, ``model.args``."""
+class Model(CausalModel):
+    """A model of the family; see `CausalModel`."""
 
-    longest_context = None
+    expected = staticmethod(expected)
 
-    def __init__(
-        self,
-        config: Gemma4Config,
-        *,
-        formats: Mapping[str, Format] | None = None,
-        backend: backends.Backend | None = None,
-        dtype: mx.Dtype = mx.float32,
-        fused: bool = True,
-        max_context: int | None = None,
-        experts: ExpertFactory | None = None,
-    ):
-        """Zeroed parameters, to be loaded.
-
-        ``formats`` says how each tensor is stored (see ``layers.Builder``), ``dtype`` is that of activations.
-        ``fused=False`` makes plain ``mlx.nn`` modules. ``experts`` makes the routed experts of each layer; None makes
-        them parameters. ``max_context`` changes nothing here: frequencies are the same for every length.
-        """
-        super().__init__()
-        self.args, self.model_type, self.dtype, self.fused = config, config.model_type, dtype, fused
-        self.experts = experts
-        self.parameter_count = sum(map(prod, expected(config).values()))
-        self.backend = backend or backends.select()
-        build = Builder(self.backend, dtype, formats or {}, fused, experts)
-        self.model = Decoder(config, build)
-        if not config.tie_word_embeddings:
-            self.lm_head = build.linear("lm_head", config.hidden_size, config.vocab_size)
+    def decoder(self, config: Gemma4Config, build: Builder, length: int) -> Gemma4Decoder:
+        return Gemma4Decoder(config, build)
 
     def hidden(
         self,
@@ -363,19 +315,6 @@ class Model(Module):
             return product(hidden, softcap=cap)
         logits = product(hidden)
         return logits if cap is None else (mx.tanh(logits.astype(mx.float32) / cap) * cap).astype(logits.dtype)
-
-    def __call__(
-        self,
-        tokens: mx.array | None,
-        cache: Sequence[LinearKV | RingKV] | None = None,
-        input_embeddings: mx.array | None = None,
-    ) -> mx.array:
-        """Logits ``[B, L, vocab]``. Tokens go on from where ``cache`` is; without one they start at position 0."""
-        return self.head(self.hidden(tokens, cache, input_embeddings))
-
-    @property
-    def layers(self) -> list[DecoderLayer]:
-        return self.model.layers
 
     def make_cache(self, max_length: int | None = None) -> list[LinearKV | RingKV]:
         """An empty state for each layer with keys and values of its own, for sequences of up to ``max_length``

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 
 from turbospark_mlx.errors import ConvertError
 from turbospark_mlx.families import routed
+from turbospark_mlx.families.fields import check_decided
 from turbospark_mlx.families.gemma4.config import Gemma4Config
 from turbospark_mlx.protocols import Dropped, ExpertSpec, Placement, Role
 
@@ -87,8 +88,7 @@ def _layer_shapes(config: Gemma4Config, number: int) -> Iterator[tuple[str, tupl
 
 def expected(config: Gemma4Config) -> Mapping[str, tuple[int, ...]]:
     """Install name -> logical shape of every tensor that the model needs."""
-    if config.tie_word_embeddings is None:
-        raise ConvertError("tie_word_embeddings is not decided: config.json is silent and the tensors were not seen.")
+    check_decided(config.tie_word_embeddings)
     shapes = _top_shapes(config)
     for number in range(config.num_hidden_layers):
         shapes |= {f"model.layers.{number}.{name}": shape for name, shape in _layer_shapes(config, number)}

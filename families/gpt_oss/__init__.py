@@ -2,28 +2,18 @@
 
 from importlib import import_module
 
-from turbospark_mlx.families.gpt_oss import config, gguf, weights
+from turbospark_mlx.families.declared import DeclaredFamily, NoGguf
+from turbospark_mlx.families.gpt_oss import config, weights
 
-
-class _GptOssFamily:
-    """See ``turbospark_mlx.protocols.Family``."""
-
-    name = "gpt_oss"
-    model_types = ("gpt_oss",)
-    manifest_families = ("gptOss",)
-    gguf_architectures = ("gpt-oss",)
-
-    config_from_hf = staticmethod(config.config_from_hf)
-    config_from_manifest = staticmethod(config.config_from_manifest)
-    hf_config_from_gguf = staticmethod(gguf.hf_config_from_gguf)
-    place = staticmethod(weights.place)
-    expected = staticmethod(weights.expected)
-    experts = staticmethod(weights.experts)
-    gguf_name = staticmethod(gguf.gguf_name)
-    gguf_rows = staticmethod(gguf.gguf_rows)
-
-
-FAMILY = _GptOssFamily()
+FAMILY = DeclaredFamily(
+    "gpt_oss",
+    config,
+    weights,
+    NoGguf("the published safetensors checkpoint, whose experts are MXFP4 as well"),
+    model_types=("gpt_oss",),
+    manifest_families=("gptOss",),
+    gguf_architectures=("gpt-oss",),
+)
 
 
 def __getattr__(name: str):

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from turbospark_mlx.errors import ConvertError, InstallError
-from turbospark_mlx.families.fields import MOST_LAYERS, Fields
+from turbospark_mlx.families.fields import MOST_LAYERS, Fields, check_decided
 from turbospark_mlx.families.rope import RopeScaling, YarnScaling, parse_rope, scaling_from_dict, scaling_to_dict
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -111,10 +111,7 @@ class GptOssConfig:
 
     def to_manifest(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The manifest's ``arch`` and the extension, both complete."""
-        if self.tie_word_embeddings is None:
-            raise ConvertError(
-                "tie_word_embeddings is not decided: config.json is silent and the tensors were not seen."
-            )
+        check_decided(self.tie_word_embeddings)
         arch = {
             "family": self.model_type,
             "hiddenSize": self.hidden_size,

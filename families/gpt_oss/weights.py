@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 
 from turbospark_mlx.errors import ConvertError
 from turbospark_mlx.families import routed
+from turbospark_mlx.families.fields import check_decided
 from turbospark_mlx.families.gpt_oss.config import GptOssConfig
 from turbospark_mlx.protocols import Dropped, ExpertSpec, Placement, Role, RoutedPart
 
@@ -70,8 +71,7 @@ def _layer_shapes(config: GptOssConfig) -> Iterator[tuple[str, tuple[int, ...]]]
 
 def expected(config: GptOssConfig) -> Mapping[str, tuple[int, ...]]:
     """Install name -> logical shape of every tensor that the model needs, in reading order."""
-    if config.tie_word_embeddings is None:
-        raise ConvertError("tie_word_embeddings is not decided: config.json is silent and the tensors were not seen.")
+    check_decided(config.tie_word_embeddings)
     shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (config.vocab_size, config.hidden_size)}
     for number in range(config.num_hidden_layers):
         for name, shape in _layer_shapes(config):

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 
 from turbospark_mlx.errors import ConvertError
 from turbospark_mlx.families import routed
+from turbospark_mlx.families.fields import check_decided
 from turbospark_mlx.families.llama.config import LlamaConfig
 from turbospark_mlx.protocols import Dropped, ExpertSpec, Placement, Role
 
@@ -65,8 +66,7 @@ def _layer_shapes(config: LlamaConfig, number: int) -> Iterator[tuple[str, tuple
 
 
 def _checkpoint_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    if config.tie_word_embeddings is None:
-        raise ConvertError("tie_word_embeddings is not decided: config.json is silent and the tensors were not seen.")
+    check_decided(config.tie_word_embeddings)
     shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (config.vocab_size, config.hidden_size)}
     for number in range(config.num_hidden_layers):
         shapes |= {f"model.layers.{number}.{name}": shape for name, shape in _layer_shapes(config, number)}

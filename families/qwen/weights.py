@@ -23,6 +23,7 @@ from dataclasses import replace
 
 from turbospark_mlx.errors import ConvertError
 from turbospark_mlx.families import routed
+from turbospark_mlx.families.fields import check_decided
 from turbospark_mlx.families.qwen.config import QwenConfig
 from turbospark_mlx.protocols import Dropped, ExpertSpec, Placement, Role
 
@@ -108,8 +109,7 @@ def _layer_shapes(config: QwenConfig, number: int) -> Iterator[tuple[str, tuple[
 
 def expected(config: QwenConfig) -> Mapping[str, tuple[int, ...]]:
     """Install name -> logical shape of every tensor that the model needs."""
-    if config.tie_word_embeddings is None:
-        raise ConvertError("tie_word_embeddings is not decided: config.json is silent and the tensors were not seen.")
+    check_decided(config.tie_word_embeddings)
     shapes = _top_shapes(config)
     for number in range(config.num_hidden_layers):
         shapes |= {f"model.layers.{number}.{name}": shape for name, shape in _layer_shapes(config, number)}

@@ -20,7 +20,6 @@ from turbospark_mlx.convert.source import (
     check_downloaded,
     parse_json,
     read_json,
-    settle_layout,
     settle_tied_head,
 )
 from turbospark_mlx.errors import ConvertError
@@ -48,7 +47,7 @@ def open_huggingface(directory: Path, model_id: str | None) -> Source:
         stored, ignored = open_shards(directory, files)
         names = [name for name in stored if not _is_companion(name, stored)]
         config = settle_tied_head(family.config_from_hf(hf_config), family, names)
-        config = settle_layout(config, family, {name: stored[name].shape for name in names})
+        config = family.settle(config, {name: stored[name].shape for name in names})
         # A packed head beside a tied embedding is read like any other matrix, to see whether it is the same one.
         untied = replace(config, tie_word_embeddings=False)
         block = quantization_block(hf_config, blocks=any(_is_blocks(name, stored) for name in names))

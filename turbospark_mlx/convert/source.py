@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -179,12 +179,6 @@ def settle_tied_head(config: ModelConfig, family: Family, names: Iterable[str]) 
         return config
     untied = replace(config, tie_word_embeddings=False)
     return replace(config, tie_word_embeddings=not any(is_head(family.place(name, untied)) for name in names))
-
-
-def settle_layout(config: ModelConfig, family: Family, shapes: Mapping[str, tuple[int, ...]]) -> ModelConfig:
-    """The configuration with what only the shapes of a checkpoint's tensors say, in families that have ``settle``."""
-    settle = getattr(family, "settle", None)
-    return config if settle is None else settle(config, shapes)
 
 
 def is_head(place: Placement | Dropped) -> bool:

@@ -1,0 +1,112 @@
+"""What the decoders of all families share: embedding, layers and norm, and the model around them.
+
+A family's ``model.py`` has its layers, and says here what differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from turbospark_mlx.cache import LinearKV, RingKV
+from turbospark_mlx.custom_kernels import backends
+from turbospark_mlx.families.layers import Builder, Format, Module, Positions
+from turbospark_mlx.protocols import ExpertFactory, LayerCache, ModelConfig
+
+
+class Decoder(Module):
+    """Embedding, layers and final norm: what the checkpoint calls ``model``."""
+
+    def __init__(self, config: Any, layer: Callable[[int], nn.Module], build: Builder, *, centered: bool = False):
+        """``layer`` makes the layer of a number; ``centered`` says that the final norm is stored less 1."""
+        super().__init__()
+        self.embed_tokens = build.embedding("model.embed_tokens", config.vocab_size, config.hidden_size)
+        self.layers = [layer(number) for number in range(config.num_hidden_layers)]
+        self.norm = build.norm("model.norm", config.hidden_size, config.rms_norm_eps, centered=centered)
+
+
+class CausalModel(Module):
+    """A model of a family. It follows the protocol that mlx-lm's tools call: ``model(tokens, cache=...)``,
+    ``model.layers``, ``model.make_cache()``, ``model.args``."""
+
+    longest_context: int | None = None
+    """Up to how many tokens the frequencies that were chosen are right; None where every length has the same."""
+
+    expected: Callable[[Any], Mapping[str, tuple[int, ...]]]
+    """The family's ``Family.expected``."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        formats: Mapping[str, Format] | None = None,
+        backend: backends.Backend | None = None,
+        dtype: mx.Dtype = mx.float32,
+        fused: bool = True,
+        max_context: int | None = None,
+        experts: ExpertFactory | None = None,
+    ):
+        """Zeroed parameters, to be loaded.
+
+        ``formats`` says how each tensor is stored (see ``layers.Builder``), ``dtype`` is that of activations.
+        ``fused=False`` makes plain ``mlx.nn`` modules. ``max_context`` is the longest context to expect, by which
+        LongRoPE chooses its frequencies; None means the trained one. ``experts`` makes the routed experts of each
+        layer; None makes them parameters.
+        """
+        super().__init__()
+        self.args, self.model_type, self.dtype, self.fused = config, config.model_type, dtype, fused
+        self.experts = experts
+        self.parameter_count = sum(map(prod, self.expected(config).values()))
+        self.backend = backend or backends.select()
+        build = Builder(self.backend, dtype, formats or {}, fused, experts)
+        self.model = self.decoder(config, build, max_context or config.max_position_embeddings)
+        if not config.tie_word_embeddings:
+            self.lm_head = build.linear("lm_head", config.hidden_size, config.vocab_size)
+
+    def decoder(self, config: Any, build: Builder, length: int) -> Decoder:
+        """The family's decoder, for contexts of up to ``length`` tokens."""
+        raise NotImplementedError
+
+    def hidden(
+        self,
+        tokens: mx.array | None,
+        cache: Sequence[LayerCache] | None = None,
+        input_embeddings: mx.array | None = None,
+        *,
+        positions: Positions | None = None,
+    ) -> mx.array:
+        """Normalised last hidden states ``[B, L, hidden]`` of ``tokens [B, L]``, or of ``input_embeddings`` instead.
+
+        ``positions`` are those after what ``cache`` holds, or from 0 on.
+        """
+        x = self.model.embed_tokens(tokens) if input_embeddings is None else input_embeddings
+        x = x.astype(self.dtype)
+        positions = positions or Positions.after(cache[0] if cache else None, x.shape[1])
+        for layer, state in zip(self.layers, cache or [None] * len(self.layers), strict=True):
+            x = layer(x, state, positions)
+        return self.model.norm(x)
+
+    def head(self, hidden: mx.array) -> mx.array:
+        """Logits ``[..., vocab]`` of hidden states ``[..., hidden]``."""
+        return self.lm_head(hidden) if "lm_head" in self else self.model.embed_tokens.as_linear(hidden)
+
+    def __call__(
+        self,
+        tokens: mx.array | None,
+        cache: Sequence[LayerCache] | None = None,
+        input_embeddings: mx.array | None = None,
+    ) -> mx.array:
+        """Logits ``[B, L, vocab]``. Tokens go on from where ``cache`` is; without one they start at position 0."""
+        return self.head(self.hidden(tokens, cache, input_embeddings))
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        return self.model.layers
+
+    def make_cache(self, max_length: int | None = None) -> list[LayerCache]:
+        """An empty state for each layer, for sequences of up to ``max_length`` tokens."""
+        return [LinearKV(max_length) if layer.window is None else RingKV(layer.window) for layer in self.layers]
