@@ -4,6 +4,8 @@ Every op takes the back end that `backends.select` returned. Results have the dt
 in float32. A reference is the op's definition and may be slow.
 """
 
+from importlib import import_module
+
 from turbospark_mlx.custom_kernels import (
     affine,
     backends,
@@ -21,7 +23,6 @@ from turbospark_mlx.custom_kernels import (
 from turbospark_mlx.custom_kernels.affine import affine_embedding, affine_matmul, gated_affine_matmul
 from turbospark_mlx.custom_kernels.append_attention import APPEND_ATTENTION, append_attention
 from turbospark_mlx.custom_kernels.dense import dense_matmul
-from turbospark_mlx.custom_kernels.emulator import emulate
 from turbospark_mlx.custom_kernels.expert_arena import BlobMatrix, ExpertArena, ExpertBlob
 from turbospark_mlx.custom_kernels.expert_phases import moe_phase1_gate_up_act, moe_phase2_down_reduce
 from turbospark_mlx.custom_kernels.experts import Mixture, expert_mixture
@@ -88,3 +89,10 @@ __all__ = [
     "rotations",
     "router_topk_select",
 ]
+
+
+def __getattr__(name: str):
+    # The emulator is for those who write kernels; nobody else waits for it.
+    if name == "emulate":
+        return import_module(f"{__name__}.emulator").emulate
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

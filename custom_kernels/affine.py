@@ -85,8 +85,24 @@ def check(
     return columns
 
 
-def _shape(a: mx.array | None) -> tuple[int, ...] | None:
-    return None if a is None else a.shape
+def check_parts(
+    op: str,
+    x: mx.array | None,
+    weight: mx.array,
+    scales: mx.array,
+    biases: mx.array,
+    *,
+    bits: int,
+    group_size: int,
+    bias: mx.array | None = None,
+    residual: mx.array | None = None,
+    norm_weight: mx.array | None = None,
+    eps: float | None = None,
+) -> int:
+    """`check` of the parts themselves."""
+    optional = (None if part is None else part.shape for part in (bias, residual, norm_weight))
+    matrix = (weight.shape, weight.dtype, scales.shape, biases.shape, (scales.dtype, biases.dtype))
+    return check(op, None if x is None else x.shape, *matrix, bits, group_size, *optional, eps)
 
 
 def affine_matmul_reference(
@@ -147,26 +163,13 @@ def affine_matmul(
     in our kernel. Without it and for more rows, GPUs use MLX's product, and a CPU MLX's for one or two rows in float32
     and numpy's BLAS on dequantized tiles for more. Raises OptionError for parts that do not fit.
     """
-    check(
-        "affine_matmul",
-        x.shape,
-        weight.shape,
-        weight.dtype,
-        scales.shape,
-        biases.shape,
-        (scales.dtype, biases.dtype),
-        bits,
-        group_size,
-        _shape(bias),
-        _shape(residual),
-        _shape(norm_weight),
-        eps,
-    )
+    matrix = {"bits": bits, "group_size": group_size}
+    around = {"bias": bias, "residual": residual, "norm_weight": norm_weight, "eps": eps}
+    check_parts("affine_matmul", x, weight, scales, biases, **matrix, **around)
     if x.size == 0:
         return mx.zeros((*x.shape[:-1], weight.shape[0]), dtype=x.dtype)
     if softcap is not None and not softcap > 0:
         raise OptionError(f"affine_matmul: softcap is {softcap}; it is a positive number, or None for none")
-    matrix = {"bits": bits, "group_size": group_size}
     if gemv.serves(AFFINE_MATMUL, x, weight, backend):
         backend.count(AFFINE_MATMUL.name, "kernel")
         form = gemv.Form(eps=eps or 0.0, softcap=softcap, residual=residual is not None)
@@ -249,26 +252,13 @@ def gated_affine_matmul(
     ``"gelu_erf"`` (GEGLU), or ``"clamped_swiglu"`` (gpt-oss): g sigmoid(1.702 g) (u + 1) with g at most ``limit`` and u
     within plus and minus ``limit``.
     """
-    check(
-        "gated_affine_matmul",
-        x.shape,
-        weight.shape,
-        weight.dtype,
-        scales.shape,
-        biases.shape,
-        (scales.dtype, biases.dtype),
-        bits,
-        group_size,
-        bias=_shape(bias),
-        norm_weight=_shape(norm_weight),
-        eps=eps,
-    )
+    options = {"bits": bits, "group_size": group_size, "bias": bias, "norm_weight": norm_weight}
+    check_parts("gated_affine_matmul", x, weight, scales, biases, **options, eps=eps)
     if weight.shape[0] % 2:
         raise OptionError(f"gated_affine_matmul: {weight.shape[0]} rows cannot be as many gate rows as up rows")
     gemv.check_activation(GATED_AFFINE_MATMUL.name, activation, limit)
     if x.size == 0:
         return mx.zeros((*x.shape[:-1], weight.shape[0] // 2), dtype=x.dtype)
-    options = {"bits": bits, "group_size": group_size, "bias": bias, "norm_weight": norm_weight}
     if gemv.serves(GATED_AFFINE_MATMUL, x, weight, backend):
         backend.count(GATED_AFFINE_MATMUL.name, "kernel")
         form = gemv.Form(eps=eps or 0.0, activation=activation, limit=limit or 0.0)
@@ -302,17 +292,7 @@ def affine_embedding(
     MLX does not check ids. On a CPU they are checked here and OptionError is raised; on a GPU the check would wait for
     the device, so the caller checks ids that come from outside.
     """
-    columns = check(
-        "affine_embedding",
-        None,
-        weight.shape,
-        weight.dtype,
-        scales.shape,
-        biases.shape,
-        (scales.dtype, biases.dtype),
-        bits,
-        group_size,
-    )
+    columns = check_parts("affine_embedding", None, weight, scales, biases, bits=bits, group_size=group_size)
     if ids.size == 0:
         return mx.zeros((*ids.shape, columns), dtype=dtype)
     if backend.device == "cpu":

@@ -43,23 +43,10 @@ def greedy_head(
     head whose every value is NaN or -infinity gives 0. A softcap would not change the answer. Raises OptionError for
     parts that do not fit.
     """
-    affine.check(
-        "greedy_head",
-        x.shape,
-        weight.shape,
-        weight.dtype,
-        scales.shape,
-        biases.shape,
-        (scales.dtype, biases.dtype),
-        bits,
-        group_size,
-        None if bias is None else bias.shape,
-        norm_weight=None if norm_weight is None else norm_weight.shape,
-        eps=eps,
-    )
+    options = {"bits": bits, "group_size": group_size, "bias": bias, "norm_weight": norm_weight}
+    affine.check_parts("greedy_head", x, weight, scales, biases, **options, eps=eps)
     if x.size == 0:
         return mx.zeros(x.shape[:-1], dtype=mx.uint32)
-    options = {"bits": bits, "group_size": group_size, "bias": bias, "norm_weight": norm_weight}
     if gemv.serves(GREEDY_HEAD, x, weight, backend):
         backend.count(GREEDY_HEAD.name, "kernel")
         form = gemv.Form(eps=eps or 0.0, argmax=True)
