@@ -3,12 +3,22 @@
 import json
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 from turbospark_mlx.convert import convert
 from turbospark_mlx.store import pull
 
 GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.fixture
+def on_the_cpu():
+    """MLX's default device is the CPU meanwhile."""
+    device = mx.default_device()
+    mx.set_default_device(mx.cpu)
+    yield
+    mx.set_default_device(device)
 
 
 @pytest.fixture(scope="session")

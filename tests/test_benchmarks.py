@@ -21,6 +21,8 @@ TINY = {
     "vocab_size": 640,
 }
 
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
+
 
 @pytest.fixture
 def benchmarks(monkeypatch):
@@ -31,14 +33,6 @@ def benchmarks(monkeypatch):
     for name in set(sys.modules) - before:
         if Path(getattr(sys.modules[name], "__file__", None) or "/").parent.name == "benchmarks":
             del sys.modules[name]
-
-
-@pytest.fixture(autouse=True)
-def _on_the_cpu():
-    device = mx.default_device()
-    mx.set_default_device(mx.cpu)
-    yield
-    mx.set_default_device(device)
 
 
 @pytest.mark.parametrize("shape", ["llama-8b", "llama-1b"])

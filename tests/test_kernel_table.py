@@ -20,12 +20,8 @@ PACKAGE = Path(ck.__file__).parent
 
 
 @pytest.fixture(autouse=True)
-def _on_the_cpu(monkeypatch):
+def _no_choice_from_outside(on_the_cpu, monkeypatch):
     monkeypatch.delenv("TURBOSPARK_KERNELS", raising=False)
-    device = mx.default_device()
-    mx.set_default_device(mx.cpu)
-    yield
-    mx.set_default_device(device)
 
 
 def test_whatever_is_counted_is_an_op_of_the_table():

@@ -6,6 +6,11 @@ import mlx.core as mx
 import numpy as np
 
 
+def normal(rng, *shape: int, dtype: mx.Dtype = mx.float32) -> mx.array:
+    """Random numbers, rounded to ``dtype``."""
+    return mx.array(rng.normal(size=shape).astype(np.float32)).astype(dtype)
+
+
 def float64(a: mx.array) -> np.ndarray:
     return np.array(a.astype(mx.float32)).astype(np.float64)
 

@@ -13,17 +13,12 @@ from turbospark_mlx.custom_kernels import emulator
 from turbospark_mlx.custom_kernels.backends import compiler
 from turbospark_mlx.errors import KernelFault, OptionError
 
-pytestmark = pytest.mark.skipif(
-    not any(candidate.name in ("ziglang", "clang++") for candidate in compiler.candidates()), reason="needs clang"
-)
-
-
-@pytest.fixture(autouse=True)
-def _on_the_cpu():
-    device = mx.default_device()
-    mx.set_default_device(mx.cpu)
-    yield
-    mx.set_default_device(device)
+pytestmark = [
+    pytest.mark.usefixtures("on_the_cpu"),
+    pytest.mark.skipif(
+        not any(candidate.name in ("ziglang", "clang++") for candidate in compiler.candidates()), reason="needs clang"
+    ),
+]
 
 
 def run(

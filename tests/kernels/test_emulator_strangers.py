@@ -8,7 +8,7 @@ import subprocess
 import mlx.core as mx
 import pytest
 
-from tests.kernels.test_emulator_faults import _on_the_cpu, fault, pytestmark, run  # noqa: F401
+from tests.kernels.test_emulator_faults import fault, pytestmark, run  # noqa: F401
 from turbospark_mlx.custom_kernels.emulator import launch
 from turbospark_mlx.errors import BackendError, OptionError
 

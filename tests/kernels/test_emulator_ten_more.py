@@ -7,15 +7,6 @@ import pytest
 from tests.kernels.test_emulator_faults import pytestmark, run  # noqa: F401
 from turbospark_mlx.errors import KernelFault
 
-
-@pytest.fixture(autouse=True)
-def _on_the_cpu():
-    device = mx.default_device()
-    mx.set_default_device(mx.cpu)
-    yield
-    mx.set_default_device(device)
-
-
 WIDE = mx.arange(4 * 96, dtype=mx.float32).reshape(4, 96)
 
 ROWS_OF_ONE_SIMDGROUP_EACH = """

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from tests.kernels import oracle
+from tests.kernels.oracle import normal
 from tests.kernels.test_reference_ops import check_greedy_head
 from turbospark_mlx import custom_kernels as ck
 from turbospark_mlx.custom_kernels import affine, gemv, rotary, sdpa
@@ -24,15 +25,10 @@ from turbospark_mlx.custom_kernels.backends import blas, compiler, host
 from turbospark_mlx.custom_kernels.backends.kernel import read_source
 from turbospark_mlx.errors import BackendError, OptionError
 
-pytestmark = pytest.mark.skipif(not compiler.candidates(), reason="no C++ compiler on this machine")
-
-
-@pytest.fixture(autouse=True)
-def _on_the_cpu():
-    device = mx.default_device()
-    mx.set_default_device(mx.cpu)
-    yield
-    mx.set_default_device(device)
+pytestmark = [
+    pytest.mark.usefixtures("on_the_cpu"),
+    pytest.mark.skipif(not compiler.candidates(), reason="no C++ compiler on this machine"),
+]
 
 
 @pytest.fixture
@@ -43,10 +39,6 @@ def backend():
 @pytest.fixture
 def rng():
     return np.random.default_rng(11)
-
-
-def normal(rng, *shape, dtype=mx.float32):
-    return mx.array(rng.normal(size=shape).astype(np.float32)).astype(dtype)
 
 
 def check_product(backend, rng, bits, group_size, dtype, rows):

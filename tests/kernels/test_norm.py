@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from tests.kernels import oracle
+from tests.kernels.oracle import normal
 from turbospark_mlx import custom_kernels as ck
 from turbospark_mlx.custom_kernels import norm
 from turbospark_mlx.custom_kernels.backends import compiler
@@ -15,12 +16,7 @@ DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 HOST = pytest.param("host", marks=pytest.mark.skipif(not compiler.candidates(), reason="no C++ compiler"))
 
 
-@pytest.fixture(autouse=True)
-def _on_the_cpu():
-    device = mx.default_device()
-    mx.set_default_device(mx.cpu)
-    yield
-    mx.set_default_device(device)
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 @pytest.fixture(params=[HOST, "reference"])
@@ -31,10 +27,6 @@ def backend(request):
 @pytest.fixture
 def rng():
     return np.random.default_rng(5)
-
-
-def normal(rng, *shape, dtype=mx.float32):
-    return mx.array(rng.normal(size=shape).astype(np.float32)).astype(dtype)
 
 
 def normalized(x, weight=None, centered=False):

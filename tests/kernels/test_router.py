@@ -15,12 +15,7 @@ CLANG = any(candidate.name in ("ziglang", "clang++") for candidate in compiler.c
 EMULATED = pytest.param("emulated", marks=pytest.mark.skipif(not CLANG, reason="needs clang: pip install ziglang"))
 
 
-@pytest.fixture(autouse=True)
-def _on_the_cpu():
-    device = mx.default_device()
-    mx.set_default_device(mx.cpu)
-    yield
-    mx.set_default_device(device)
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 @pytest.fixture(params=[HOST, "reference", EMULATED])
