@@ -7,7 +7,7 @@ import pytest
 from tests.kernels import oracle
 from tests.kernels.oracle import normal
 from turbospark_mlx import custom_kernels as ck
-from turbospark_mlx.custom_kernels import affine, dense, sdpa
+from turbospark_mlx.custom_kernels import affine, dense, head, sdpa
 from turbospark_mlx.custom_kernels.backends import blas
 from turbospark_mlx.errors import BackendError, OptionError
 
@@ -38,6 +38,8 @@ def check_greedy_head(backend, rng, rows):
     ids = ck.greedy_head(x, *matrix, bias=bias, norm_weight=weight, eps=0.25, **options)
     assert ids.dtype == mx.uint32
     np.testing.assert_array_equal(np.array(ids), logits.argmax(-1))
+    defined = head.greedy_head_reference(x, *matrix, bits=8, group_size=32, bias=bias, norm_weight=weight, eps=0.25)
+    np.testing.assert_array_equal(np.array(defined), logits.argmax(-1))
     # Rows 20, 40 and 299 are the largest; row 5 is NaN.
     offsets = np.zeros((301, 3), np.float32)
     offsets[[20, 40, 299]], offsets[5] = 1, np.nan
