@@ -59,14 +59,15 @@ def test_routers_get_8_bits_whatever_the_rest_gets(tmp_path, monkeypatch):
     from turbospark_mlx.families import family_for_model_type
     from turbospark_mlx.protocols import Placement
 
-    place = family_for_model_type("llama").place
+    llama = family_for_model_type("llama")
+    place = llama.place
 
     def with_router(name, config):
         found = place(name, config)
         router = isinstance(found, Placement) and found.name.endswith("0.mlp.up_proj.weight")
         return Placement(found.name, "router", found.checkpoint_name) if router else found
 
-    monkeypatch.setattr(type(family_for_model_type("llama")), "place", staticmethod(with_router))
+    monkeypatch.setattr(llama, "place", with_router)
     source = write_checkpoint(tmp_path / "source", CONFIG, plain(weights(CONFIG)))
     report = run(source, tmp_path / "out.gturbo")
     tags = {name: tensor["tag"] for name, tensor in read_install(tmp_path / "out.gturbo").items()}
