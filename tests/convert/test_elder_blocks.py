@@ -216,4 +216,4 @@ class TestRefusals:
             entries = [("language_model.model.embed_tokens.weight", 14, (320, 64), bytes(320 * 2 * 17), b"", b"")]
             install.files["model_weights.bin"] = handmade.index(entries)
 
-        refused(self.write(tmp_path, change), tmp_path, "embed_tokens.weight: is MXFP4, which only routed experts can be")
+        refused(self.write(tmp_path, change), tmp_path, "embed_tokens.weight: is MXFP4, which only routed")
