@@ -21,8 +21,9 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 from measure import memory_bandwidth
+from mlx.utils import tree_flatten
 from peers import llama_cpp_model, llama_cpp_speeds, mlx_lm_model, mlx_lm_speeds, mlx_lm_twin
-from shapes import SHAPES, STORED, bytes_a_token, make_model
+from shapes import SHAPES, bytes_a_token, make_model
 
 from turbospark_mlx import Runner
 from turbospark_mlx.custom_kernels import backends
@@ -98,7 +99,8 @@ def subjects_of_a_shape(
     runner = Runner(model, max_context=args.prompt_tokens + args.new_tokens + 8)
     prompt = np.random.default_rng(1).integers(0, config["vocab_size"], args.prompt_tokens).tolist()
     # On a CPU mlx-lm is faster in float32 than in the dtype of the weights.
-    twin = mlx_lm_twin(model, config, STORED, mx.float32 if backend.device == "cpu" else None)
+    arrays = dict(tree_flatten(model.parameters()))
+    twin = mlx_lm_twin(arrays, config, mx.float32 if backend.device == "cpu" else None)
     subjects = {
         OURS: lambda: our_speeds(runner, prompt, args.new_tokens),
         "mlx-lm": lambda: mlx_lm_speeds(twin, prompt, args.new_tokens),
