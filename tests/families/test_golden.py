@@ -15,7 +15,13 @@ from turbospark_mlx.cache import RecurrentState
 from turbospark_mlx.runner import Runner
 
 each = pytest.mark.parametrize(("family", "name"), EVERY)
-OWN = [(family, name) for family, names in SHAPES.items() for name in names]
+QUICK = ("v3-below-zero", "odd-moe", "all-slide", "mixtral-odd")
+"""Shapes whose every way of running is in the quick suite."""
+OWN = [
+    pytest.param(family, name, marks=[] if name in QUICK else [pytest.mark.slow])
+    for family, names in SHAPES.items()
+    for name in names
+]
 
 
 @cache
@@ -57,12 +63,11 @@ def test_logits_at_every_position(family, name):
         check_chunks(family, name, chunk)
 
 
-@pytest.mark.parametrize(
-    ("family", "name", "chunk"), [(*each, chunk) for each in OWN for chunk in ((1, 3) if each[0] == "qwen" else (3,))]
-)
-def test_small_chunks(family, name, chunk):
-    """Close."""
-    check_chunks(family, name, chunk)
+@pytest.mark.parametrize(("family", "name"), OWN)
+def test_small_chunks(family, name):
+    """Close, states too."""
+    for chunk in (1, 3):
+        check_chunks(family, name, chunk)
 
 
 @pytest.mark.parametrize(("family", "name"), OWN)

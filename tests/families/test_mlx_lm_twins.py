@@ -24,7 +24,11 @@ VARIANTS = [
     *(("llama", "llama-biases"), ("llama", "qwen2"), ("llama", "mixtral"), ("llama", "qwen3-moe")),
     *(("qwen", "qwen3.5"), ("qwen", "qwen3.5-moe"), ("qwen", "qwen3.5-tied")),
 ]
-each = pytest.mark.parametrize(("family", "variant"), VARIANTS, ids=[variant for _, variant in VARIANTS])
+QUICK = ("deepseek-v2", "gemma4-moe", "gpt-oss-truncated", "mixtral", "qwen3-moe", "qwen3.5-moe")
+each = pytest.mark.parametrize(
+    ("family", "variant"),
+    [pytest.param(*v, marks=[] if v[1] in QUICK else [pytest.mark.slow], id=v[1]) for v in VARIANTS],
+)
 
 
 def check(path, twin):
@@ -40,7 +44,7 @@ def check(path, twin):
 
 
 @each
-@pytest.mark.parametrize("bits", [4, 16])
+@pytest.mark.parametrize("bits", [4, pytest.param(16, marks=pytest.mark.slow)])
 def test_an_install_answers_like_mlx_lm_on_its_bytes(family, variant, bits, tmp_path):
     """Close. Routers are of 8 bits, which DeepSeek's are not in mlx-lm: there they are what these bits stand for."""
     path = make_tiny_install(family, tmp_path / "x.gturbo", variant=variant, bits=bits)

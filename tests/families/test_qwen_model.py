@@ -162,7 +162,7 @@ def test_a_decode_step_says_why_it_is_not_one_piece(tmp_path):
 
 
 @pytest.mark.parametrize("variant", FAMILIES["qwen"].mlx_lm)
-@pytest.mark.parametrize("chunk", [1, 7, 65])
+@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 7, 65])
 def test_states_are_mlx_lms(variant, chunk):
     """Close, behind each chunk; so are the rows that the convolution needs again."""
     model, peer = (
