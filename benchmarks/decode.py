@@ -27,6 +27,7 @@ from shapes import SHAPES, bytes_a_token, make_model
 
 from turbospark_mlx import Runner
 from turbospark_mlx.custom_kernels import backends
+from turbospark_mlx.gturbo import Install
 from turbospark_mlx.store import resolve
 
 PASSAGE = Path(__file__).parents[1] / "tests" / "golden" / "alice.txt"
@@ -73,6 +74,12 @@ def host_seconds(runner: Runner, prompt: list[int], new_tokens: int) -> float:
         return (time.perf_counter() - start - waited) / new_tokens
     finally:
         mx.eval = evaluate
+
+
+def bytes_of_experts(path: Path) -> int:
+    """What a token reads of an install's routed experts, which are no parameters of the model."""
+    with Install.open(path, verify="off") as install:
+        return install.arch["topKExperts"] * sum(layer.size for layer in install.experts.layers)
 
 
 def subjects_of_an_install(
@@ -145,6 +152,8 @@ def main() -> None:
 
     how, bandwidth = memory_bandwidth(1 << 30 if on_gpu else 1 << 28, on_gpu)
     read = bytes_a_token(runner.model, len(prompt) + args.new_tokens // 2)
+    if not args.shape:
+        read += bytes_of_experts(resolve(args.model))
     print(f"\na token reads {read / 1e9:.3f} GB; {how} {bandwidth / 1e9:.1f} GB/s")
     for label, (_, decode) in medians.items():
         print(f"{label:16} {read * decode / bandwidth:14.1%} of it")

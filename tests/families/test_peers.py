@@ -1,4 +1,5 @@
-"""mlx-lm's own models over the bytes of our installs, and installs of the checkpoints that mlx-lm itself saves."""
+"""Installs against other programs' checkpoints: mlx-lm's own models over the bytes of our installs, installs of what
+mlx-lm itself saves, and of what transformers 5 saves."""
 
 import mlx.core as mx
 import numpy as np
@@ -10,6 +11,7 @@ from benchmarks.peers import mlx_lm_model
 from tests.families import gpt_oss_checkpoints
 from tests.families.oracles import FAMILIES, PROMPT, assert_close
 from tests.families.oracles import mlx_lm_model as oracle_of
+from tests.golden.make_transformers import published
 from turbospark_mlx import loader
 from turbospark_mlx.convert import convert
 from turbospark_mlx.custom_kernels import backends
@@ -95,3 +97,23 @@ def test_a_checkpoint_that_mlx_lm_quantized(family, variant, tmp_path):
         assert mx.array_equal(ours[placed].reshape(array.shape), array).item(), name
     peer.set_dtype(mx.float32)
     check(tmp_path / "x.gturbo", peer)
+
+
+@each
+def test_a_published_checkpoint_is_kept_bit_for_bit(family, variant, tmp_path):
+    """Experts joined as transformers 5 has them, all in bfloat16: every parameter has the checkpoint's bits."""
+    config = tiny_config(family, variant)
+    weights = {name: mx.array(array).astype(mx.bfloat16) for name, array in tiny_weights(config).items()}
+    wide = {name: np.array(array.astype(mx.float32)) for name, array in weights.items()}
+    tensors = published(wide, gpt_oss=family == "gpt_oss")
+    (tmp_path / "source").mkdir()
+    arrays = {name: mx.array(array).astype(mx.bfloat16) for name, array in tensors.items()}
+    mx.save_safetensors(str(tmp_path / "source" / "model.safetensors"), arrays, {"format": "pt"})
+    for name, data in tokenizer_files(config).items():
+        (tmp_path / "source" / name).write_bytes(data)
+    convert(tmp_path / "source", tmp_path / "x.gturbo", bits=16, progress=False)
+    with Install.open(tmp_path / "x.gturbo") as install:
+        ours = dict(tree_flatten(loader.load_model(install, backend=backends.select("reference")).parameters()))
+    assert ours.keys() == weights.keys()
+    for name, array in weights.items():
+        assert mx.array_equal(ours[name].view(mx.uint16), array.view(mx.uint16)).item(), name
