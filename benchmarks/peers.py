@@ -90,6 +90,8 @@ def _as_published(arrays: Mapping[str, mx.array], config: Mapping[str, Any]) -> 
     if config["model_type"] == "deepseek_v3":
         for stem in [n.removesuffix(".scales") for n in arrays if n.endswith(".kv_b_proj.scales")]:
             _dequantize(arrays, stem, _packing(arrays, stem, config["kv_lora_rank"]))
+        for name in [n for n in arrays if ".embed_q." in n or ".unembed_out." in n]:
+            arrays[name] = arrays[name].reshape(config["num_attention_heads"], -1, arrays[name].shape[-1])
     return arrays
 
 

@@ -97,6 +97,8 @@ def test_a_checkpoint_that_mlx_lm_quantized(family, variant, tmp_path):
         assert mx.array_equal(ours[placed].reshape(array.shape), array).item(), name
     peer.set_dtype(mx.float32)
     check(tmp_path / "x.gturbo", peer)
+    twin = mlx_lm_model(tmp_path / "x.gturbo", mx.float32)
+    assert_close(twin(mx.array([PROMPT]))[0], peer(mx.array([PROMPT]))[0], "twin")
 
 
 @each
