@@ -42,7 +42,7 @@ def test_a_made_up_model_and_its_twin_are_the_same(benchmarks, shape):
 
     config = {**shapes.SHAPES[shape], **TINY}
     model = shapes.make_model(config, backends.select("reference"))
-    twin = peers.mlx_lm_twin(model, config, shapes.STORED, mx.float32)
+    twin = peers.mlx_lm_twin(dict(tree_flatten(model.parameters())), config, mx.float32)
     ids = [5, 600, 17, 33]
     ours = np.array(Runner(model, max_context=16).prefill(ids))
     theirs = np.array(twin(mx.array([ids]))[0, -1])

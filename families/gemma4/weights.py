@@ -96,6 +96,12 @@ def expected(config: Gemma4Config) -> Mapping[str, tuple[int, ...]]:
     return {PREFIX + name: shape for name, shape in shapes.items()}
 
 
+def unused(config: Gemma4Config) -> Mapping[str, str]:
+    """See ``protocols.Family.unused``."""
+    last = f"{PREFIX}model.layers.{config.num_hidden_layers - 1}.layer_scalar"
+    return {last: "the final norm divides by what the last layer is multiplied with"}
+
+
 def _canonical(name: str) -> str:
     """The module's name of a tensor of the decoder, from any spelling."""
     for prefix, plain in (("model.language_model.", "model."), ("language_model.", "")):

@@ -42,6 +42,13 @@ def test_gpt_oss_runs_on_a_tiny_model_that_it_makes(variant, monkeypatch, capsys
     assert "streamed logits differ by 0;" in out
 
 
+def test_gemma4_runs_on_a_tiny_model_that_it_makes(monkeypatch, capsys):
+    out = run("gemma4.py", "--variant", "gemma4-moe", "--tokens", "6", monkeypatch=monkeypatch, capsys=capsys)
+    assert "layer  0: sees the last 8" in out
+    assert "values are its keys" in out
+    assert "after a rollback the logits differ by 0" in out
+
+
 def test_a_reader_that_goes_away_is_no_error():
     reader, writer = os.pipe()
     os.close(reader)
