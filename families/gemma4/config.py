@@ -208,8 +208,7 @@ def config_from_hf(config: Mapping[str, Any]) -> Gemma4Config:
     if spelling in WRAPPED_TYPES:
         if not top.has("text_config"):
             raise top.error("config.json: text_config is missing. The model cannot be built without it.")
-        fields = top.object("text_config")
-        _agree(top, fields, "vocab_size", "tie_word_embeddings")
+        fields = top.decoder()
     for key, harmless in _HARMLESS_VALUES.items():
         fields.allow_only(
             key, harmless, "this family does not implement it, and without it the model would be another."
@@ -256,13 +255,6 @@ def config_from_hf(config: Mapping[str, Any]) -> Gemma4Config:
             tie_word_embeddings=fields.flag("tie_word_embeddings", top.flag("tie_word_embeddings", None)),
         ),
     )
-
-
-def _agree(top: Fields, inner: Fields, *keys: str) -> None:
-    """Refuse a field that is given outside and inside of text_config, and differently."""
-    for key in keys:
-        if top.has(key) and inner.has(key) and top.values[key] != inner.values[key]:
-            raise top.refuse(key, f"but in text_config it is {inner.values[key]!r}.")
 
 
 def _layer_types(fields: Fields, layers: int) -> tuple[str, ...]:
