@@ -59,6 +59,8 @@ def gated(gate: np.ndarray, up: np.ndarray, activation: str, limit: float | None
     if activation == "clamped_swiglu":
         gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
         return gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
+    if activation == "sigmoid":
+        return up / (1 + np.exp(-gate))
     return gate / (1 + np.exp(-gate)) * up
 
 
