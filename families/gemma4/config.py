@@ -23,8 +23,7 @@ import numpy as np
 
 from turbospark_mlx.errors import ConvertError, InstallError
 from turbospark_mlx.families.fields import MOST_LAYERS, Fields, check_decided
-
-FULL, SLIDING = "full_attention", "sliding_attention"
+from turbospark_mlx.families.windows import FULL, SLIDING, check_kinds, kinds_of_mask
 
 WRAPPED_TYPES = ("gemma4", "gemma4_unified")
 """``model_type`` of configurations that keep the decoder's in ``text_config``."""
@@ -262,10 +261,7 @@ def _layer_types(fields: Fields, layers: int) -> tuple[str, ...]:
     if types is None:
         fields.allow_only("sliding_window_pattern", (6,), "without layer_types every sixth layer is a full one.")
         types = tuple(FULL if n % 6 == 5 or n == layers - 1 else SLIDING for n in range(layers))
-    for entry in types:
-        if entry not in (FULL, SLIDING):
-            raise fields.error(f"{fields.where}: layer_types has {entry!r}; this family has {FULL} and {SLIDING}.")
-    return types
+    return check_kinds(fields, types)
 
 
 def _full_layers(fields: Fields, types: tuple[str, ...], kv_heads: int, k_is_v: bool) -> tuple[int, int]:
@@ -326,9 +322,7 @@ def config_from_manifest(arch: Mapping[str, Any], extension: Mapping[str, Any]) 
     for key, value in {**_FIXED_ARCH, "routerScoringFunc": "softmax", "routedScalingFactor": 1}.items():
         fields.allow_only(key, (value,), f"a gemma4 model has {value!r}.")
     fields.allow_only("numDenseLeadingLayers", (0,), "a gemma4 model has experts in every layer or in none.")
-    mask = fields.items("fullAttentionLayerMask")
-    if any(isinstance(entry, bool) or entry not in (0, 1) for entry in mask):
-        raise fields.refuse("fullAttentionLayerMask", "this family has full (1) and sliding (0) layers.")
+    types = kinds_of_mask(fields)
     experts = fields.size("numExperts", least=0)
     if not experts:
         for key in ("topKExperts", "moeIntermediateSize"):
@@ -352,8 +346,8 @@ def config_from_manifest(arch: Mapping[str, Any], extension: Mapping[str, Any]) 
             global_rope_theta=fields.number("fullRopeTheta", above=1.0),
             partial_rotary_factor=fields.number("partialRotaryFactor"),
             global_rope_factor=more.number("global_rope_factor"),
-            layer_types=tuple(FULL if entry else SLIDING for entry in mask),
-            sliding_window=fields.size("slidingWindow") if 0 in mask else None,
+            layer_types=types,
+            sliding_window=fields.size("slidingWindow") if SLIDING in types else None,
             attention_k_eq_v=fields.flag("attentionKEqV"),
             final_logit_softcapping=_softcap(fields, "finalLogitSoftcap", None),
             num_kv_shared_layers=more.size("num_kv_shared_layers", least=0, most=layers - 1),
