@@ -212,9 +212,7 @@ def gate(both: mx.array, activation: gemv.Activation, limit: float | None) -> mx
         return 0.5 * gate * (1 + mx.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) * up
     if activation == "gelu_erf":
         return 0.5 * gate * (1 + mx.erf(gate / math.sqrt(2))) * up
-    if activation == "sigmoid":
-        return mx.sigmoid(gate) * up
-    return gate * mx.sigmoid(gate) * up
+    return (1 if activation == "sigmoid" else gate) * mx.sigmoid(gate) * up
 
 
 def gated_affine_matmul_reference(
@@ -256,8 +254,8 @@ def gated_affine_matmul(
 
     ``x [..., K]`` -> ``[..., F]`` in the dtype of ``x``; ``bias [2 F]`` is added before the activation; see
     `affine_matmul` for the rest. ``activation`` is ``"silu"`` (SwiGLU, Shazeer, 2020), ``"gelu_tanh"`` or
-    ``"gelu_erf"`` (GEGLU), ``"sigmoid"`` (GLU), or ``"clamped_swiglu"`` (gpt-oss): g sigmoid(1.702 g) (u + 1) with g at
-    most ``limit`` and u within plus and minus ``limit``.
+    ``"gelu_erf"`` (GEGLU), ``"sigmoid"`` (GLU, Dauphin et al., 2017), or ``"clamped_swiglu"`` (gpt-oss): g
+    sigmoid(1.702 g) (u + 1) with g at most ``limit`` and u within plus and minus ``limit``.
     """
     options = {"bits": bits, "group_size": group_size, "bias": bias, "norm_weight": norm_weight}
     check_parts("gated_affine_matmul", x, weight, scales, biases, **options, eps=eps)

@@ -21,11 +21,13 @@ from turbospark_mlx.custom_kernels import (
     attention,
     dense_matmul,
     gated_affine_matmul,
+    gated_product,
     rms_norm,
     rms_norm_add,
     rotation_table,
 )
 from turbospark_mlx.custom_kernels.backends import Backend
+from turbospark_mlx.custom_kernels.gated import gated_product_reference
 from turbospark_mlx.errors import OptionError
 from turbospark_mlx.protocols import AffineFormat, ExpertFactory, LayerCache, Mxfp4Format, PackedFormat
 
@@ -432,6 +434,11 @@ class Builder:
     formats: Mapping[str, Format] = field(default_factory=dict)
     fused: bool = True
     experts: ExpertFactory | None = None
+
+    @property
+    def gated_product(self) -> Callable[..., mx.array]:
+        """``gated_product(gate, up, activation=)``; see ``custom_kernels.gated_product``."""
+        return partial(gated_product, backend=self.backend) if self.fused else gated_product_reference
 
     @property
     def attention(self) -> Callable[..., mx.array]:

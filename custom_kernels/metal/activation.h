@@ -27,8 +27,5 @@ METAL_FUNC float gated(float gate, float up, float limit) {
     up = up > limit ? limit : up < -limit ? -limit : up;
     return gate * sigmoid(1.702f * gate) * (up + 1.0f);
   }
-  if (ACTIVATION == SIGMOID) {
-    return sigmoid(gate) * up;
-  }
-  return gate * sigmoid(gate) * up;
+  return (ACTIVATION == SIGMOID ? 1.0f : gate) * sigmoid(gate) * up;
 }

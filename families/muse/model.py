@@ -44,7 +44,7 @@ class DecoderLayer(Module):
             build=build,
             head_norm_eps=config.rms_norm_eps,
             head_norm_weights=False,
-            gate=True,
+            gates=("gate_proj", config.num_attention_heads * config.head_dim),
         )
         self.mlp = FeedForward(f"{path}.mlp", hidden, config.intermediate_size, build)
         for name, eps in (
