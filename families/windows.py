@@ -36,6 +36,15 @@ def check_kinds(fields: Fields, types: tuple[Any, ...]) -> tuple[str, ...]:
     return types
 
 
+def read_window(fields: Fields, types: tuple[str, ...], default: int) -> int | None:
+    """``sliding_window`` of a config.json: None where no layer slides; null beside one that does is refused."""
+    if SLIDING not in types:
+        return None
+    if "sliding_window" in fields.values and not fields.has("sliding_window"):
+        raise fields.refuse("sliding_window", f"layer_types has {SLIDING}, which needs a window.")
+    return fields.size("sliding_window", default)
+
+
 def kinds_of_mask(fields: Fields) -> tuple[str, ...]:
     """The layers' kinds by a manifest's ``fullAttentionLayerMask``."""
     mask = fields.items("fullAttentionLayerMask")

@@ -20,7 +20,15 @@ from typing import Any
 from turbospark_mlx.errors import ConvertError, InstallError
 from turbospark_mlx.families.fields import MOST_LAYERS, Fields, check_decided
 from turbospark_mlx.families.rope import RopeScaling, YarnScaling, parse_rope, scaling_from_dict, scaling_to_dict
-from turbospark_mlx.families.windows import FULL, SLIDING, Windowed, check_attention, check_kinds, kinds_of_mask
+from turbospark_mlx.families.windows import (
+    FULL,
+    SLIDING,
+    Windowed,
+    check_attention,
+    check_kinds,
+    kinds_of_mask,
+    read_window,
+)
 
 _THETA, _EPS, _ALPHA, _LIMIT, _LONGEST = 150000.0, 1e-5, 1.702, 7.0, 131072
 _YARN = {
@@ -238,11 +246,7 @@ def _rope(fields: Fields, head_dim: int, longest: int) -> tuple[float, RopeScali
 def _windows(fields: Fields, layers: int) -> tuple[tuple[str, ...], int | None]:
     """``(layer_types, sliding_window)``."""
     types = fields.items("layer_types", tuple(FULL if number % 2 else SLIDING for number in range(layers)))
-    if SLIDING not in check_kinds(fields, types):
-        return types, None
-    if "sliding_window" in fields.values and not fields.has("sliding_window"):
-        raise fields.refuse("sliding_window", f"layer_types has {SLIDING}, which needs a window.")
-    return types, fields.size("sliding_window", 128)
+    return types, read_window(fields, check_kinds(fields, types), 128)
 
 
 def config_from_manifest(arch: Mapping[str, Any], extension: Mapping[str, Any]) -> GptOssConfig:

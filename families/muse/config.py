@@ -23,7 +23,15 @@ import numpy as np
 from turbospark_mlx.errors import ConvertError, InstallError
 from turbospark_mlx.families import rope
 from turbospark_mlx.families.fields import MOST_LAYERS, Fields, check_decided
-from turbospark_mlx.families.windows import FULL, SLIDING, Windowed, check_attention, check_kinds, kinds_of_mask
+from turbospark_mlx.families.windows import (
+    FULL,
+    SLIDING,
+    Windowed,
+    check_attention,
+    check_kinds,
+    kinds_of_mask,
+    read_window,
+)
 
 MODEL_TYPES = ("muse_glimmer", "muse_glimmer_text")
 """The first has the decoder's configuration in ``text_config``, or as some copies have it, beside its own fields."""
@@ -192,7 +200,7 @@ def config_from_hf(config: Mapping[str, Any]) -> MuseConfig:
             rope_theta=theta,
             rotates=_rotates(fields, types, theta),
             layer_types=types,
-            sliding_window=fields.size("sliding_window", 2048) if SLIDING in types else None,
+            sliding_window=read_window(fields, types, 2048),
             qk_scale_factor=fields.number("qk_scale_factor", _QUERY_FACTOR),
             output_multiplier=fields.number("output_multiplier", _MULTIPLIER),
             final_logit_softcapping=fields.number("final_logit_softcapping", _CAP),

@@ -160,6 +160,7 @@ class TestSpellings:
         ({"output_multiplier": -0.5}, "output_multiplier is -0.5"),
         ({"post_norm_eps": 0}, "post_norm_eps is 0"),
         ({"sliding_window": 0}, "sliding_window is 0"),
+        ({"sliding_window": None}, "sliding_window is None; layer_types has sliding_attention"),
     ],
 )
 def test_what_changes_the_model_is_refused_by_name(fields, message):

@@ -5,7 +5,6 @@ import json
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten
 
 from tests.convert.checkpoints import mlx_quantized, plain, read_install, refused, run, write_checkpoint
 from tests.families import reference_muse
@@ -90,18 +89,6 @@ def test_an_mlx_quantized_copy(variant, tmp_path):
     assert_answers(tmp_path / "mlx.gturbo", reference_muse.logits(config, meant, PROMPT[:30]), variant)
     run(tmp_path / "mlx.gturbo", tmp_path / "again.gturbo")
     assert read_install(tmp_path / "again.gturbo") == found
-
-
-def test_quantized_by_conversion(tmp_path):
-    """Matrices are packed and norms are kept; close to the oracle on what they stand for."""
-    config, weights = tiny_config("muse"), rounded(tiny_weights(tiny_config("muse")))
-    run(write_checkpoint(tmp_path / "raw", config, plain(published(weights))), tmp_path / "x.gturbo", bits=4)
-    with Runner.open(tmp_path / "x.gturbo", kernels="reference") as runner:
-        parameters = dict(tree_flatten(runner.model.parameters()))
-    assert parameters["model.layers.0.self_attn.gate_proj.weight"].dtype == mx.uint32
-    assert parameters["model.layers.0.post_attention_layernorm.weight"].dtype == mx.bfloat16
-    meant = dequantized(tmp_path / "x.gturbo")
-    assert_answers(tmp_path / "x.gturbo", reference_muse.logits(config, meant, PROMPT[:30]), "packed")
 
 
 def elder(path):
