@@ -44,6 +44,27 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 8192,
         "tie_word_embeddings": True,
     },
+    "muse-30b": {
+        "model_type": "muse_glimmer",
+        "num_hidden_layers": 52,
+        "hidden_size": 6656,
+        "intermediate_size": 19968,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "vocab_size": 202048,
+        "rms_norm_eps": 1e-5,
+        "post_norm_eps": 1e-8,
+        "qk_scale_factor": 3.87,
+        "output_multiplier": 26**-0.5,
+        "final_logit_softcapping": 20.0,
+        "sliding_window": 2048,
+        "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 13,
+        "layer_rope_theta": [*[500000.0] * 3, 0] * 13,
+        "rope_theta": 500000.0,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": False,
+    },
 }
 STORED = AffineFormat(bits=4, group_size=64, companion_dtype="bfloat16")
 CHUNK = 64 << 20

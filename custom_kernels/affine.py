@@ -117,6 +117,7 @@ def affine_matmul_reference(
     norm_weight=None,
     eps=None,
     residual=None,
+    scale: float = 1.0,
     softcap=None,
 ) -> mx.array:
     """Definition of `affine_matmul`."""
@@ -134,6 +135,7 @@ def affine_matmul_reference(
     )
     if bias is not None:
         y = y + bias.astype(mx.float32)
+    y = scale * y
     if softcap is not None:
         y = softcap * mx.tanh(y / softcap)
     if residual is not None:
@@ -153,10 +155,12 @@ def affine_matmul(
     norm_weight: mx.array | None = None,
     eps: float | None = None,
     residual: mx.array | None = None,
+    scale: float = 1.0,
     softcap: float | None = None,
     backend: Backend,
 ) -> mx.array:
-    """``softcap(norm(x) @ W.T + bias) + residual`` for an affine-quantized ``W [N, K]``; what is None is left out.
+    """``softcap(scale * (norm(x) @ W.T + bias)) + residual`` for an affine-quantized ``W [N, K]``; what is None is left
+    out.
 
     ``x [..., K]`` -> ``[..., N]`` in the dtype of ``x``; ``bias [N]``, ``residual [..., N]``. ``norm_weight [K]`` with
     ``eps`` stands for `norm.rms_norm` of ``x``; ``softcap`` c for c tanh(y / c), as on Gemma's logits. Up to 8 rows run
@@ -172,7 +176,7 @@ def affine_matmul(
         raise OptionError(f"affine_matmul: softcap is {softcap}; it is a positive number, or None for none")
     if gemv.serves(AFFINE_MATMUL, x, weight, backend):
         backend.count(AFFINE_MATMUL.name, "kernel")
-        form = gemv.Form(eps=eps or 0.0, softcap=softcap, residual=residual is not None)
+        form = gemv.Form(eps=eps or 0.0, scale=scale, softcap=softcap, residual=residual is not None)
         options = {"norm_weight": norm_weight, "bias": bias, "residual": residual}
         return gemv.gemv(x, weight, scales, biases, **matrix, form=form, **options, backend=backend)
     if norm_weight is not None:
@@ -183,7 +187,7 @@ def affine_matmul(
     else:
         backend.count(AFFINE_MATMUL.name, "mlx")
         if backend.device == "cpu":
-            options = {"bias": bias, "residual": residual, "softcap": softcap}
+            options = {"bias": bias, "residual": residual, "scale": scale, "softcap": softcap}
             return affine_matmul_reference(x, weight, scales, biases, **matrix, **options)
         # MLX's GPU products accumulate in float32, so the activations stay in their own dtype there.
         if x.shape[-1] < GPU_PRODUCT_COLUMNS:
@@ -192,6 +196,7 @@ def affine_matmul(
         else:
             y = mx.quantized_matmul(x, weight, scales, biases, transpose=True, **matrix)
         y = y if bias is None else y + bias
+    y = y if scale == 1.0 else scale * y
     if softcap is not None:
         y = softcap * mx.tanh(y / softcap)
     return (y if residual is None else y + residual).astype(x.dtype)
@@ -207,7 +212,7 @@ def gate(both: mx.array, activation: gemv.Activation, limit: float | None) -> mx
         return 0.5 * gate * (1 + mx.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) * up
     if activation == "gelu_erf":
         return 0.5 * gate * (1 + mx.erf(gate / math.sqrt(2))) * up
-    return gate * mx.sigmoid(gate) * up
+    return (1 if activation == "sigmoid" else gate) * mx.sigmoid(gate) * up
 
 
 def gated_affine_matmul_reference(
@@ -249,8 +254,8 @@ def gated_affine_matmul(
 
     ``x [..., K]`` -> ``[..., F]`` in the dtype of ``x``; ``bias [2 F]`` is added before the activation; see
     `affine_matmul` for the rest. ``activation`` is ``"silu"`` (SwiGLU, Shazeer, 2020), ``"gelu_tanh"`` or
-    ``"gelu_erf"`` (GEGLU), or ``"clamped_swiglu"`` (gpt-oss): g sigmoid(1.702 g) (u + 1) with g at most ``limit`` and u
-    within plus and minus ``limit``.
+    ``"gelu_erf"`` (GEGLU), ``"sigmoid"`` (GLU, Dauphin et al., 2017), or ``"clamped_swiglu"`` (gpt-oss): g
+    sigmoid(1.702 g) (u + 1) with g at most ``limit`` and u within plus and minus ``limit``.
     """
     options = {"bits": bits, "group_size": group_size, "bias": bias, "norm_weight": norm_weight}
     check_parts("gated_affine_matmul", x, weight, scales, biases, **options, eps=eps)

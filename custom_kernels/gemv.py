@@ -22,8 +22,8 @@ KERNEL = Kernel(
     headers=("eight", "affine", "affine_block", "activation"),
 )
 COMBINE = Kernel("greedy_head_combine", inputs=("largest", "largest_row"), outputs=("ids",))
-Activation = Literal["silu", "gelu_tanh", "gelu_erf", "clamped_swiglu"]
-ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "gelu_erf", "clamped_swiglu")
+Activation = Literal["silu", "gelu_tanh", "gelu_erf", "clamped_swiglu", "sigmoid"]
+ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "gelu_erf", "clamped_swiglu", "sigmoid")
 """In the order of ``metal/activation.h``."""
 ROWS = 8
 """Rows of x up to which the kernel is used: more belong to a matrix product."""
@@ -54,6 +54,7 @@ class Form(NamedTuple):
     eps: float = 0.0
     activation: Activation | None = None
     limit: float = 0.0
+    scale: float = 1.0
     softcap: float | None = None
     residual: bool = False
     argmax: bool = False
@@ -148,6 +149,7 @@ def plan(
             ("GATED", gated),
             ("ACTIVATION", ACTIVATIONS.index(form.activation) if gated else 0),
             ("LIMIT_BITS", float_bits(form.limit)),
+            ("FACTOR_BITS", float_bits(form.scale)),
             ("SOFTCAP", form.softcap is not None),
             ("CAP_BITS", float_bits(form.softcap or 0.0)),
             ("RESIDUAL", form.residual),

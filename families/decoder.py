@@ -14,7 +14,7 @@ import mlx.nn as nn
 
 from turbospark_mlx.cache import LinearKV, RingKV
 from turbospark_mlx.custom_kernels import backends
-from turbospark_mlx.families.layers import Builder, Format, Module, Positions
+from turbospark_mlx.families.layers import AffineEmbedding, AffineLinear, Builder, Format, Module, Positions
 from turbospark_mlx.protocols import ExpertFactory, LayerCache, ModelConfig
 
 
@@ -35,6 +35,11 @@ class CausalModel(Module):
 
     longest_context: int | None = None
     """Up to how many tokens the frequencies that were chosen are right; None where every length has the same."""
+
+    logit_scale: float = 1.0
+    """What logits are multiplied by, before they are capped."""
+    logit_cap: float | None = None
+    """c where logits y are capped as c tanh(y / c)."""
 
     expected: Callable[[Any], Mapping[str, tuple[int, ...]]]
     """The family's ``Family.expected``."""
@@ -91,8 +96,16 @@ class CausalModel(Module):
         return self.model.norm(x)
 
     def head(self, hidden: mx.array) -> mx.array:
-        """Logits ``[..., vocab]`` of hidden states ``[..., hidden]``."""
-        return self.lm_head(hidden) if "lm_head" in self else self.model.embed_tokens.as_linear(hidden)
+        """Logits ``[..., vocab]`` of hidden states ``[..., hidden]``, capped in float32 where they are capped."""
+        table = self.get("lm_head", self.model.embed_tokens)
+        product = table if "lm_head" in self else table.as_linear
+        if isinstance(table, AffineLinear | AffineEmbedding):
+            return product(hidden, scale=self.logit_scale, softcap=self.logit_cap)
+        logits = product(hidden)
+        if self.logit_cap is None:
+            return logits if self.logit_scale == 1.0 else logits * self.logit_scale
+        wide = logits.astype(mx.float32) * (self.logit_scale / self.logit_cap)
+        return (mx.tanh(wide) * self.logit_cap).astype(logits.dtype)
 
     def __call__(
         self,

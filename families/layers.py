@@ -21,11 +21,13 @@ from turbospark_mlx.custom_kernels import (
     attention,
     dense_matmul,
     gated_affine_matmul,
+    gated_product,
     rms_norm,
     rms_norm_add,
     rotation_table,
 )
 from turbospark_mlx.custom_kernels.backends import Backend
+from turbospark_mlx.custom_kernels.gated import gated_product_reference
 from turbospark_mlx.errors import OptionError
 from turbospark_mlx.protocols import AffineFormat, ExpertFactory, LayerCache, Mxfp4Format, PackedFormat
 
@@ -92,9 +94,10 @@ class AffineLinear(Module):
         *,
         norm: RMSNorm | None = None,
         residual: mx.array | None = None,
+        scale: float = 1.0,
         softcap: float | None = None,
     ) -> mx.array:
-        """``norm`` is applied to ``x`` before, ``residual`` is added after; see `affine_matmul` for ``softcap``."""
+        """``norm`` is applied to ``x`` before, ``residual`` is added after; see `affine_matmul` for the others."""
         return affine_matmul(
             x,
             self["weight"],
@@ -106,6 +109,7 @@ class AffineLinear(Module):
             norm_weight=None if norm is None else norm["weight"],
             eps=None if norm is None else norm.eps,
             residual=residual,
+            scale=scale,
             softcap=softcap,
             backend=self._backend,
         )
@@ -233,9 +237,10 @@ class AffineEmbedding(Module):
             backend=self._backend,
         )
 
-    def as_linear(self, x: mx.array, *, softcap: float | None = None) -> mx.array:
-        options = {"bits": self.bits, "group_size": self.group_size, "softcap": softcap, "backend": self._backend}
-        return affine_matmul(x, *self._parts(), **options)
+    def as_linear(self, x: mx.array, *, scale: float = 1.0, softcap: float | None = None) -> mx.array:
+        """``x @ W.T``; see `affine_matmul` for what follows."""
+        options = {"scale": scale, "softcap": softcap, "backend": self._backend}
+        return affine_matmul(x, *self._parts(), bits=self.bits, group_size=self.group_size, **options)
 
 
 class RMSNorm(Module):
@@ -268,7 +273,8 @@ class PlainCenteredRMSNorm(nn.RMSNorm):
     """``CenteredRMSNorm`` with a gradient."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        return mx.fast.rms_norm(x, 1 + self["weight"], self.eps)
+        # In half precision, 1 would swallow most of a weight.
+        return mx.fast.rms_norm(x, 1 + self["weight"].astype(mx.float32), self.eps).astype(x.dtype)
 
 
 def gelu_tanh(x: mx.array) -> mx.array:
@@ -428,6 +434,11 @@ class Builder:
     formats: Mapping[str, Format] = field(default_factory=dict)
     fused: bool = True
     experts: ExpertFactory | None = None
+
+    @property
+    def gated_product(self) -> Callable[..., mx.array]:
+        """``gated_product(gate, up, activation=)``; see ``custom_kernels.gated_product``."""
+        return partial(gated_product, backend=self.backend) if self.fused else gated_product_reference
 
     @property
     def attention(self) -> Callable[..., mx.array]:

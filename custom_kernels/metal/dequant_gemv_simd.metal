@@ -3,7 +3,7 @@
     //   NORM      x[m] is RMS-normalized and multiplied by norm_weight first
     //   BIAS      W x + bias
     //   GATED     the rows of W are gate rows, then as many up rows, to which ACTIVATION is applied
-    //   SOFTCAP   y = cap tanh(y / cap);   RESIDUAL  y += residual
+    //   FACTOR    y *= factor;   SOFTCAP  y = cap tanh(y / cap);   RESIDUAL  y += residual
     //   ARGMAX    instead of y, the largest value of the threadgroup's rows and the first row that has it
     // A simdgroup takes ROWS output rows at a time, as often as the grid makes necessary. Per block of 32 columns with
     // scale s and bias b, sum (s q + b) x = s sum q x + b sum x, so a weight is never dequantized. Weights are loaded
@@ -263,6 +263,7 @@
           if (GATED) {
             value = gated<ACTIVATION>(value, up, as_type<float>(LIMIT_BITS));
           }
+          value *= as_type<float>(FACTOR_BITS);
           if (SOFTCAP) {
             value = as_type<float>(CAP_BITS) * tanh(value / as_type<float>(CAP_BITS));
           }

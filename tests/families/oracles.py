@@ -14,6 +14,7 @@ from tests.families import (
     reference_gemma4,
     reference_gpt_oss,
     reference_llama,
+    reference_muse,
     reference_qwen,
 )
 
@@ -70,6 +71,10 @@ FAMILIES = {
             "mixtral": "mixtral",
             "qwen3-moe": "qwen3_moe",
         },
+    ),
+    "muse": Oracle(
+        reference=reference_muse.logits,
+        mlx_lm=dict.fromkeys(("muse-glimmer", "muse-glimmer-three-heads", "muse-glimmer-tied"), "muse_glimmer"),
     ),
     "qwen": Oracle(
         reference=reference_qwen.logits,

@@ -1,6 +1,7 @@
 """The example scripts run as they stand."""
 
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -80,3 +81,13 @@ def test_recurrent_states_and_what_they_allow(variant, monkeypatch, capsys):
     assert "the same prompt again: 41 of 42 tokens are reused" in out
     assert "after a rollback the logits differ by 0" in out
     assert "0 of the first 20 tokens are reused" in out
+
+
+@pytest.mark.parametrize("variant", ["muse-glimmer", "muse-glimmer-tied"])
+def test_layers_without_positions_and_gates(variant, monkeypatch, capsys):
+    out = run("muse.py", "--variant", variant, "--tokens", "8", monkeypatch=monkeypatch, capsys=capsys)
+    assert out.count("knows no positions") == (1 if variant == "muse-glimmer" else 2)
+    assert out.count("% open") == 4
+    assert "after a rollback the logits differ by 0" in out
+    reused, prompt = re.search(r"the same prompt again: (\d+) of (\d+) tokens are reused", out).groups()
+    assert int(reused) == int(prompt) - 1

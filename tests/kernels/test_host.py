@@ -111,7 +111,9 @@ def test_what_stands_around_the_product(backend, rng, columns, rows):
     assert {path for _, path in backend.counters} == {"kernel"}
 
 
-@pytest.mark.parametrize(("activation", "limit"), [("gelu_tanh", None), ("gelu_erf", None), ("clamped_swiglu", 1.5)])
+@pytest.mark.parametrize(
+    ("activation", "limit"), [("gelu_tanh", None), ("gelu_erf", None), ("clamped_swiglu", 1.5), ("sigmoid", None)]
+)
 @pytest.mark.parametrize("rows", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_gated_products(backend, rng, rows, activation, limit):
     matrix = oracle.random_affine(rng, 2 * 37, 96, 4, 32, mx.float16)
@@ -124,12 +126,12 @@ def test_gated_products(backend, rng, rows, activation, limit):
     assert backend.counters == {("gated_affine_matmul", "kernel"): 1}
 
 
-@pytest.mark.parametrize("softcap", [0.5, 1e4])
-def test_a_softcapped_head(backend, rng, softcap):
+@pytest.mark.parametrize(("softcap", "scale"), [(0.5, 1.0), (1e4, 1.0), (3.0, 0.2)])
+def test_a_softcapped_head(backend, rng, softcap, scale):
     matrix = oracle.random_affine(rng, 301, 96, 8, 32, mx.float16)
     x = normal(rng, 1, 96)
-    expected = softcap * np.tanh(oracle.float64(x) @ oracle.unpack(*matrix, 8, 32).T / softcap)
-    y = ck.affine_matmul(x, *matrix, bits=8, group_size=32, softcap=softcap, backend=backend)
+    expected = softcap * np.tanh(scale * oracle.float64(x) @ oracle.unpack(*matrix, 8, 32).T / softcap)
+    y = ck.affine_matmul(x, *matrix, bits=8, group_size=32, scale=scale, softcap=softcap, backend=backend)
     assert oracle.relative_error(y, expected) < 1e-5
     assert backend.counters == {("affine_matmul", "kernel"): 1}
 
@@ -219,7 +221,7 @@ def epilogue(qkv, rotation, heads, kv_heads, q_norm=None, k_norm=None, eps=None)
     return q, np.stack([k, split[:, :, heads + kv_heads :].swapaxes(1, 2)])
 
 
-@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("normed", ["not", "learned", "plain"])
 @pytest.mark.parametrize(("batch", "length", "heads", "kv_heads", "head_dim"), [(1, 1, 9, 3, 64), (2, 5, 4, 1, 10)])
 def test_qkv_epilogue(backend, rng, batch, length, heads, kv_heads, head_dim, normed):
     qkv = normal(rng, batch, length, (heads + 2 * kv_heads) * head_dim)
@@ -227,10 +229,12 @@ def test_qkv_epilogue(backend, rng, batch, length, heads, kv_heads, head_dim, no
     rotation = mx.array(ck.rotation_table(frequencies, 7, length))
     angle = np.arange(7, 7 + length)[:, None] * frequencies
     assert oracle.relative_error(rotation, np.stack([np.cos(angle), np.sin(angle)], axis=-1)) < 1e-6
-    options = {}
-    if normed:
+    options, wide = {}, {}
+    if normed == "learned":
         options = {"q_norm": normal(rng, head_dim, dtype=mx.float16), "k_norm": normal(rng, head_dim), "eps": 0.3}
-    wide = {name: value if name == "eps" else oracle.float64(value) for name, value in options.items()}
+        wide = {name: value if name == "eps" else oracle.float64(value) for name, value in options.items()}
+    elif normed == "plain":
+        options, wide = {"head_norm": True, "eps": 0.3}, {"q_norm": 1.0, "k_norm": 1.0, "eps": 0.3}
     expected = epilogue(oracle.float64(qkv), oracle.float64(rotation), heads, kv_heads, **wide)
     sizes = {"heads": heads, "kv_heads": kv_heads}
     for found in (
@@ -299,6 +303,11 @@ def test_qkv_epilogue_refuses_what_does_not_fit(backend):
         ck.qkv_epilogue(mx.zeros((1, 1, 64)), table, heads=4, kv_heads=2, q_norm=mx.zeros(8), backend=backend)
     with pytest.raises(OptionError, match="belong together"):
         ck.qkv_epilogue(mx.zeros((1, 1, 64)), table, heads=4, kv_heads=2, value_norm=True, backend=backend)
+    with pytest.raises(OptionError, match="belong together"):
+        ck.qkv_epilogue(mx.zeros((1, 1, 64)), table, heads=4, kv_heads=2, head_norm=True, backend=backend)
+    norms = {"q_norm": mx.zeros(8), "k_norm": mx.zeros(8), "eps": 1e-5, "head_norm": True}
+    with pytest.raises(OptionError, match="head_norm is a norm without weights"):
+        ck.qkv_epilogue(mx.zeros((1, 1, 64)), table, heads=4, kv_heads=2, **norms, backend=backend)
     with pytest.raises(OptionError, match=r"4 \+ 1 \* 2 heads"):
         ck.qkv_epilogue(mx.zeros((1, 1, 64)), table, heads=4, kv_heads=2, shared_values=True, backend=backend)
 
@@ -655,7 +664,7 @@ def test_packed_words_may_begin_at_any_word(backend, rng, bits):
 
 
 @pytest.mark.parametrize(("position", "capacity"), [(0, 3), (5, 9), (11, 4), (40, 41)])
-@pytest.mark.parametrize("form", ["plain", "normed", "sinks"])
+@pytest.mark.parametrize("form", ["plain", "normed", "head_norm", "sinks"])
 def test_the_fused_launch_is_append_and_attention(backend, rng, position, capacity, form):
     heads, kv_heads, head_dim = 6, 3, 64
     qkv = normal(rng, 2, 1, (heads + 2 * kv_heads) * head_dim)
@@ -663,6 +672,8 @@ def test_the_fused_launch_is_append_and_attention(backend, rng, position, capaci
     sizes, options = {"heads": heads, "kv_heads": kv_heads}, {"scale": 0.2}
     if form == "normed":
         sizes |= {"q_norm": normal(rng, head_dim), "k_norm": normal(rng, head_dim), "eps": 0.3}
+    if form == "head_norm":
+        sizes |= {"head_norm": True, "eps": 0.3}
     if form == "sinks":
         options["sinks"] = normal(rng, heads)
     cache, start = normal(rng, 2, 2, kv_heads, capacity, head_dim), mx.array([position], mx.int32)
@@ -671,7 +682,9 @@ def test_the_fused_launch_is_append_and_attention(backend, rng, position, capaci
     norms = [sizes.get(name) for name in ("q_norm", "k_norm")]
     arrays = (*norms, options.get("sinks"))
     dtypes = (None if array is None else array.dtype for array in arrays)
-    call = plan_fused("host", 2, heads, kv_heads, head_dim, 0.2, sizes.get("eps", 0.0), mx.float32, *dtypes)
+    call = plan_fused(
+        "host", 2, heads, kv_heads, head_dim, 0.2, sizes.get("eps", 0.0), mx.float32, *dtypes, form == "head_norm"
+    )
     # Row ``position`` is hidden until it is written, and rows after it always are.
     unwritten = np.arange(capacity) >= (position if position < capacity else capacity)
     np.array(cache, copy=False)[:, :, :, unwritten] = np.nan

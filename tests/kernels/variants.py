@@ -83,8 +83,9 @@ def look_up(backend, count, bits, group_size, dtype, **more):
     return call, arrays
 
 
-def epilogue(backend, length, heads, kv_heads, head_dim, dtype, *, normed):
-    norms = [normal(head_dim, dtype=dtype)] * (2 if normed else 0)
+def epilogue(backend, length, heads, kv_heads, head_dim, dtype, *, normed, learned=True):
+    norms = [normal(head_dim, dtype=dtype)] * (2 if normed and learned else 0)
+    more = {"eps": 1e-6, "head_norm": not learned} if normed else {}
     arrays = [
         normal(1, length, (heads + 2 * kv_heads) * head_dim, dtype=dtype),
         normal(length, head_dim // 2, 2),
@@ -92,7 +93,7 @@ def epilogue(backend, length, heads, kv_heads, head_dim, dtype, *, normed):
     ]
 
     def call(qkv, rotation, *weights):
-        named = dict(zip(("q_norm", "k_norm"), weights, strict=False)) | ({"eps": 1e-6} if normed else {})
+        named = dict(zip(("q_norm", "k_norm"), weights, strict=False)) | more
         return ck.qkv_epilogue(qkv, rotation, heads=heads, kv_heads=kv_heads, **named, backend=backend)
 
     return call, arrays
@@ -135,10 +136,13 @@ def norms(backend, shape, dtype, weight_dtype):
     yield partial(ck.rms_norm_add, scale=0.375, **options), [x, weight, stream]
 
 
-def step(backend, length, capacity, start, head_dim, dtype, *, window=None, normed=False, sinks=False):
+def step(backend, length, capacity, start, head_dim, dtype, *, window=None, normed=False, learned=True, sinks=False):
     """Attention of a decode step over a cache that the rows are first written into, in place."""
     sizes, options = {"heads": 4, "kv_heads": 2}, {"scale": 0.125, "mask": "causal", "window": window}
-    optional = {"q_norm": normal(head_dim, dtype=dtype), "k_norm": normal(head_dim, dtype=dtype)} if normed else {}
+    norms = ("q_norm", "k_norm") if normed and learned else ()
+    optional = {name: normal(head_dim, dtype=dtype) for name in norms}
+    if normed:
+        options |= {"eps": 1e-6, "head_norm": not learned}
     if sinks:
         optional["sinks"] = normal(4, dtype=dtype)
     arrays = [
@@ -150,7 +154,7 @@ def step(backend, length, capacity, start, head_dim, dtype, *, window=None, norm
     ]
 
     def call(qkv, rotation, cache, start, *rest):
-        named = sizes | options | dict(zip(optional, rest, strict=True)) | ({"eps": 1e-6} if normed else {})
+        named = sizes | options | dict(zip(optional, rest, strict=True))
         if not ck.appends(qkv, backend):
             return append_attention_reference(qkv, rotation, cache, start, **named)
         cache = cache + 0  # the test's own is not to change
@@ -246,6 +250,7 @@ def variants(backend: Backend) -> Iterator[Call]:
         options = {"op": ck.gated_affine_matmul, "more": more, "bias": (42,)}
         yield affine(backend, 1, 2880, 42, 4, 64, mx.bfloat16, mx.bfloat16, **options)
     yield affine(backend, 1, 2560, 42, 4, 64, mx.bfloat16, mx.bfloat16, more={"softcap": 30.0})
+    yield affine(backend, 1, 6656, 42, 4, 64, mx.bfloat16, mx.bfloat16, more={"scale": 0.2, "softcap": 20.0})
     for rows in (1, 3, 8):
         yield dense(backend, rows, 1023, 130, mx.float16, mx.bfloat16, biased=True)
         yield dense(backend, rows, 128, 64, mx.bfloat16, mx.float32, biased=False)
@@ -258,6 +263,7 @@ def variants(backend: Backend) -> Iterator[Call]:
     for dtype in DTYPES:
         yield epilogue(backend, 1, 32, 8, 128, dtype, normed=False)
         yield epilogue(backend, 3, 4, 2, 64, dtype, normed=True)
+        yield epilogue(backend, 2, 32, 2, 128, dtype, normed=True, learned=False)
         yield value_epilogue(backend, 1, 16, 8, 256, dtype, shared_values=False)
         yield value_epilogue(backend, 3, 4, 2, 512, dtype, shared_values=True)
         yield value_epilogue(backend, 2, 8, 0, 64, dtype, shared_values=False)
@@ -286,6 +292,7 @@ def variants(backend: Backend) -> Iterator[Call]:
     for dtype in DTYPES:
         yield step(backend, 1, 40, 21, 64, dtype)
         yield step(backend, 1, 300, 290, 128, dtype, normed=True)
+        yield step(backend, 1, 300, 290, 128, dtype, normed=True, learned=False)
         yield step(backend, 1, 17, 40, 80, dtype, sinks=True)
         yield step(backend, 1, 1100, 1050, 128, dtype)
         yield step(backend, 3, 40, 30, 64, dtype, window=9)
@@ -351,6 +358,7 @@ def awkward(backend: Backend) -> Iterator[Call]:
             yield attend(backend, *sizes, dtype, dtype, sinks=sinks, mask="causal", window=window)
         yield step(backend, 3, 37, 30, 80, dtype, normed=True, sinks=True)
         yield step(backend, 3, 7, 12, 16, dtype)
+        yield step(backend, 1, 37, 30, 80, dtype, normed=True, learned=False)
         yield epilogue(backend, 31, 3, 1, 80, dtype, normed=True)
         for shape in ((577,), (1, 33, 4099), (3, 5, 2, 31)):
             yield from norms(backend, shape, dtype, mx.float16)
