@@ -32,17 +32,26 @@ class GroupedAttention(Module):
         output_bias: bool = False,
         head_norm_eps: float | None = None,
         sinks: bool = False,
+        one_matrix: bool = False,
+        head_gates: bool = False,
     ):
         """``bias`` is about q, k and v, and comes before the rotation. With ``head_norm_eps`` every head of q and k is
         normalised before it. ``sinks`` are logits, one a query head and not scaled, that take part in the softmax
-        without a value."""
+        without a value. With ``one_matrix`` the rows of q, k and v are those of ``q_k_v_proj``. With ``head_gates``
+        what a head answers is multiplied by the sigmoid of a gate, which ``g_proj`` reads from the same input."""
         super().__init__()
         self.head_dim, self.scale, self.window, self.rope = head_dim, scale, window, rope
         self._heads, self._kv_heads, self._attention, self._backend = heads, kv_heads, build.attention, build.backend
         rows = {"q_proj": heads * head_dim, "k_proj": kv_heads * head_dim, "v_proj": kv_heads * head_dim}
-        (self.q_proj, self.k_proj, self.v_proj), self._qkv = build.projections(
-            hidden, {f"{path}.{name}": n for name, n in rows.items()}, bias=bias
-        )
+        self._borders = [rows["q_proj"], rows["q_proj"] + rows["k_proj"]]
+        if one_matrix:
+            rows = {"q_k_v_proj": sum(rows.values())}
+        self._names = tuple(rows)
+        parts, self._qkv = build.projections(hidden, {f"{path}.{name}": n for name, n in rows.items()}, bias=bias)
+        for name, part in zip(rows, parts, strict=True):
+            self[name] = part
+        if head_gates:
+            self.g_proj, self._gated = build.linear(f"{path}.g_proj", hidden, heads, bias=bias), build.gated_product
         self.o_proj = build.linear(f"{path}.o_proj", heads * head_dim, hidden, bias=output_bias)
         if head_norm_eps is not None:
             self.q_norm = build.norm(f"{path}.q_norm", head_dim, head_norm_eps)
@@ -60,11 +69,23 @@ class GroupedAttention(Module):
         residual: mx.array | None = None,
     ) -> mx.array:
         """``norm`` is applied to ``x`` before, ``residual`` is added after."""
+        gate = None
+        if "g_proj" in self:
+            x, norm = x if norm is None else norm(x), None
+            gate = self.g_proj(x)
+        y = self._answer(x, positions, cache, norm=norm)
+        y = y if gate is None else self._gated(gate, y, activation="sigmoid")
+        return project(self.o_proj, y, residual=residual)
+
+    def _answer(
+        self, x: mx.array, positions: Positions, cache: LinearKV | RingKV | None, *, norm: nn.Module | None
+    ) -> mx.array:
+        """``x [B, L, hidden]`` -> what all heads answer, ``[B, L, H * D]``."""
         B, L, _ = x.shape
         # A single token sees every key that its cache returns, and a ring returns them in no particular order.
         mask, window = ("causal", self.window) if L > 1 else (None, None)
         options = {"scale": self.scale, "mask": mask, "window": window, "sinks": self.get("sinks")}
-        parts, norms = (self.q_proj, self.k_proj, self.v_proj), [self.get("q_norm"), self.get("k_norm")]
+        parts, norms = [self[name] for name in self._names], [self.get("q_norm"), self.get("k_norm")]
         joint = self._qkv.joint(*parts)
         if joint is not None and all(own is None or isinstance(own, RMSNorm) for own in norms):
             sizes = {"heads": self._heads, "kv_heads": self._kv_heads, "backend": self._backend}
@@ -75,17 +96,20 @@ class GroupedAttention(Module):
                 kv = cache.place(L, (B, self._kv_heads, self.head_dim), qkv.dtype)
                 y = append_attention(qkv, rotation, kv, positions.start, **sizes, **options)
                 cache.written(y)
-                return project(self.o_proj, y, residual=residual)
+                return y
             q, kv = qkv_epilogue(qkv, rotation, **sizes)
             kv, keys = (kv, L) if cache is None else cache.append(kv)
             k, v = kv[0, :, :, :keys], kv[1, :, :, :keys]
         else:
             x = x if norm is None else norm(x)
-            q, k, v = (y.reshape(B, L, -1, self.head_dim).transpose(0, 2, 1, 3) for y in self._qkv(x, *parts))
+            products = self._qkv(x, *parts)
+            if len(parts) == 1:
+                products = mx.split(products[0], self._borders, axis=-1)
+            q, k, v = (y.reshape(B, L, -1, self.head_dim).transpose(0, 2, 1, 3) for y in products)
             if "q_norm" in self:
                 q, k = self.q_norm(q), self.k_norm(k)
             q, k = self.rope(q, positions.offset), self.rope(k, positions.offset)
             if cache is not None:
                 k, v = cache.update_and_fetch(k, v)
         y = self._attention(q, k, v, **options)
-        return project(self.o_proj, y.transpose(0, 2, 1, 3).reshape(B, L, -1), residual=residual)
+        return y.transpose(0, 2, 1, 3).reshape(B, L, -1)

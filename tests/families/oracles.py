@@ -15,6 +15,7 @@ from tests.families import (
     reference_gpt_oss,
     reference_llama,
     reference_qwen,
+    reference_spark,
 )
 
 PROMPT = np.random.default_rng(11).integers(0, 320, 65).tolist()
@@ -75,6 +76,10 @@ FAMILIES = {
         reference=reference_qwen.logits,
         mlx_lm={"qwen3.5": "qwen3_5", "qwen3.5-moe": "qwen3_5_moe", "qwen3.5-tied": "qwen3_5"},
     ),
+    "spark": Oracle(
+        reference=reference_spark.logits,
+        mlx_lm=dict.fromkeys(("spark", "spark-biases", "spark-one-key", "spark-full"), "spark2_5"),
+    ),
 }
 
 
@@ -82,6 +87,10 @@ def mlx_lm_model(module: str, config: dict, weights: dict):
     """mlx-lm's model of ``config`` with ``weights`` (numpy, by checkpoint name)."""
     if module == "mixtral":
         weights = {name.replace(".mlp.", ".block_sparse_moe."): array for name, array in weights.items()}
+    if module == "spark2_5":
+        renamed = {"model.embed_tokens.": "model.embedding.", ".o_proj.": ".out_proj."}
+        for ours, theirs in renamed.items():
+            weights = {name.replace(ours, theirs): array for name, array in weights.items()}
     if module.startswith("qwen3_5"):
         return _qwen(importlib.import_module(f"mlx_lm.models.{module}"), config, weights)
     module = importlib.import_module(f"mlx_lm.models.{module}")

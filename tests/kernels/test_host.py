@@ -157,7 +157,8 @@ def test_matrices_in_half_precision(backend, rng, rows, columns, dtype):
 @pytest.mark.parametrize("columns", [32, 1056, 1792, 4096, 14336, 14432, 28672])
 def test_what_a_gpu_stages_fits_and_its_tiles_follow_without_a_gap(name, dtype, columns):
     for rows in (n for n in gemv.TOGETHER[name] if gemv.fits(name, n, columns, dtype)):
-        call = gemv.plan(name, (rows, columns), rows, 100, 4, 32, gemv.Form(), mx.float16, dtype, None, None)
+        kinds = gemv.Dtypes.alike(dtype)
+        call = gemv.plan(name, (rows, columns), rows, 100, 4, 32, gemv.Form(), mx.float16, kinds, None, None)
         sizes = dict(call.template)
         steps = -(-sizes["TILE"] // 32)
         assert 0 < sizes["TILE"] <= columns // 32
