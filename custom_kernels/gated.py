@@ -62,14 +62,14 @@ def gated_product(
     ``gate [..., D]``, ``up [..., D * S]`` -> the shape of ``up`` in the dtype of ``gate``: each gate is for ``S``
     neighbours, as one gate a head is. Up to 8 rows run in our kernel. Raises OptionError for parts that do not fit.
     """
-    if not gate.ndim or gate.shape[:-1] != up.shape[:-1] or up.shape[-1] % max(1, gate.shape[-1]):
+    share, rest = divmod(up.shape[-1], gate.shape[-1] or 1) if gate.ndim and up.ndim else (0, 1)
+    if rest or (not share and gate.size) or gate.shape[:-1] != up.shape[:-1]:
         raise OptionError(
             f"gated_product: gate is {list(gate.shape)} and up {list(up.shape)}; they are [..., D] and [..., D * S]"
         )
     gemv.check_activation(GATED_PRODUCT.name, activation, limit)
     if gate.size and GATED_PRODUCT.serves(backend, gate.dtype, up.dtype, rows=gate.size // gate.shape[-1]):
         backend.count(GATED_PRODUCT.name, "kernel")
-        share = up.shape[-1] // gate.shape[-1]
         call = plan(backend.name, up.shape, share, activation, limit or 0.0, (gate.dtype, up.dtype))
         return backend.launch(call, (gate, up))[0]
     backend.count(GATED_PRODUCT.name, "mlx")
