@@ -17,6 +17,8 @@ from turbospark_mlx.gturbo import Install
 from turbospark_mlx.protocols import AffineFormat
 
 MODULES = {"mistral": "llama"}
+PUBLISHED = {"spark2_5": {"embed_tokens": "embedding", "o_proj": "out_proj"}}
+"""What mlx-lm calls modules that installs call otherwise."""
 
 
 def mlx_lm_model(path: Path, dtype: mx.Dtype | None = None) -> nn.Module:
@@ -29,11 +31,9 @@ def mlx_lm_model(path: Path, dtype: mx.Dtype | None = None) -> nn.Module:
         config = json.loads(install.read_side_file("config.json"))
         module = import_module(f"mlx_lm.models.{MODULES.get(config['model_type'], config['model_type'])}")
         model = module.Model(module.ModelArgs.from_dict(config))
-        prefix = "language_model."
+        named = {name: _published(name.removeprefix("language_model."), config) for name in install.tensors}
         formats = {
-            name.removeprefix(prefix).removesuffix(".weight"): entry.format
-            for name, entry in install.tensors.items()
-            if entry.format
+            named[name].removesuffix(".weight"): entry.format for name, entry in install.tensors.items() if entry.format
         }
         nn.quantize(
             model,
@@ -43,7 +43,7 @@ def mlx_lm_model(path: Path, dtype: mx.Dtype | None = None) -> nn.Module:
         )
         weights = []
         for name, entry in install.tensors.items():
-            name = name.removeprefix(prefix)
+            name = named[name]
             if entry.format is None:
                 weights.append((name, _raw(install.read(entry, "data"), entry.dtype, entry.shape)))
                 continue
@@ -64,12 +64,23 @@ def _raw(data: bytes, dtype: str, shape) -> mx.array:
     return mx.array(memoryview(data).cast("B")).view(getattr(mx, dtype)).reshape(shape)
 
 
+def _published(name: str, config: dict[str, Any]) -> str:
+    names = PUBLISHED.get(config["model_type"], {})
+    return ".".join(names.get(part, part) for part in name.split("."))
+
+
 def mlx_lm_twin(model: nn.Module, config: dict[str, Any], stored: AffineFormat, dtype: mx.Dtype | None) -> nn.Module:
     """mlx-lm's own model of a config.json dictionary over the same arrays as ours; ``dtype`` as in `mlx_lm_model`."""
     module = import_module(f"mlx_lm.models.{MODULES.get(config['model_type'], config['model_type'])}")
     twin = module.Model(module.ModelArgs.from_dict(config))
-    nn.quantize(twin, bits=stored.bits, group_size=stored.group_size)
-    twin.load_weights(tree_flatten(model.parameters()))
+    weights = {_published(name, config): array for name, array in tree_flatten(model.parameters())}
+    nn.quantize(
+        twin,
+        bits=stored.bits,
+        group_size=stored.group_size,
+        class_predicate=lambda name, _: f"{name}.scales" in weights,
+    )
+    twin.load_weights(list(weights.items()))
     if dtype is not None:
         twin.set_dtype(dtype)
     mx.eval(twin.parameters())

@@ -35,12 +35,14 @@ def benchmarks(monkeypatch):
             del sys.modules[name]
 
 
-@pytest.mark.parametrize("shape", ["llama-8b", "llama-1b"])
+@pytest.mark.parametrize("shape", ["llama-8b", "llama-1b", "spark-4b"])
 def test_a_made_up_model_and_its_twin_are_the_same(benchmarks, shape):
     import peers
     import shapes
 
     config = {**shapes.SHAPES[shape], **TINY}
+    if "layer_types" in config:
+        config["layer_types"] = config["layer_types"][2:4]
     model = shapes.make_model(config, backends.select("reference"))
     twin = peers.mlx_lm_twin(model, config, shapes.STORED, mx.float32)
     ids = [5, 600, 17, 33]
