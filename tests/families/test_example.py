@@ -73,3 +73,15 @@ def test_recurrent_states_and_what_they_allow(variant, monkeypatch, capsys):
     assert "the same prompt again: 41 of 42 tokens are reused" in out
     assert "after a rollback the logits differ by 0" in out
     assert "0 of the first 20 tokens are reused" in out
+
+
+@pytest.mark.parametrize("variant", ["spark", "spark-biases"])
+def test_spark_shows_windows_and_gates(variant, monkeypatch, capsys):
+    out = run("spark.py", "--variant", variant, "--tokens", "6", monkeypatch=monkeypatch, capsys=capsys)
+    assert out.count("sees the last 8") == (3 if variant == "spark" else 2)
+    assert "sees all" in out
+    heads = 4 if variant == "spark" else 6
+    gates = [line for line in out.splitlines() if "gates of heads" in line]
+    assert gates
+    assert all(line.count(", ") == heads - 1 for line in gates)
+    assert "after a rollback the logits differ by 0" in out
