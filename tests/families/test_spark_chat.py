@@ -76,9 +76,7 @@ def test_one_token_stops(generation):
     assert make(generation=generation).eos_token_ids == {1}
 
 
-@pytest.mark.parametrize(
-    ("options", "last"), [({}, 3), ({"enable_thinking": True}, 3), ({"enable_thinking": False}, 4)]
-)
+@pytest.mark.parametrize(("thinking", "last"), [(None, 3), (True, 3), (False, 4)])
 def test_a_prompt_ends_inside_or_outside_of_reasoning(thinking, last):
     """Each turn has the BOS that the template writes, and the tokenizer adds none before them."""
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
