@@ -35,7 +35,7 @@ class FeedForward(Module):
     def __call__(self, x: mx.array, *, norm: nn.Module | None = None, residual: mx.array | None = None) -> mx.array:
         """``norm`` is applied to ``x`` before, ``residual`` is added after."""
         joint = self._gate_up.joint(self.gate_proj, self.up_proj)
-        if joint is not None and "bias" not in joint:
+        if joint is not None:
             if norm is not None and (not isinstance(norm, RMSNorm) or norm.centered):
                 x, norm = norm(x), None
             opened = joint.gated(x, norm=norm, activation=self._activation)

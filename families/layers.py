@@ -114,7 +114,7 @@ class AffineLinear(Module):
         )
 
     def gated(self, x: mx.array, *, norm: RMSNorm | None, activation: str = "silu") -> mx.array:
-        """``activation(gate) * up``, where the first half of the rows is the gate's; without bias."""
+        """``activation(gate) * up``, where the first half of the rows is the gate's."""
         return gated_affine_matmul(
             x,
             self["weight"],
@@ -123,6 +123,7 @@ class AffineLinear(Module):
             bits=self.bits,
             group_size=self.group_size,
             activation=activation,
+            bias=self.get("bias"),
             norm_weight=None if norm is None else norm["weight"],
             eps=None if norm is None else norm.eps,
             dtype=None if norm is None else norm.dtype,

@@ -415,7 +415,6 @@ _VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
             "fss",
             num_attention_heads=6,
             num_key_value_heads=3,
-            head_dim=24,
             attention_bias=True,
             mlp_bias=True,
             tie_word_embeddings=False,
