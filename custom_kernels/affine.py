@@ -203,9 +203,8 @@ def affine_matmul(
     return (y if residual is None else y + residual).astype(result)
 
 
-def gate(both: mx.array, activation: gemv.Activation, limit: float | None) -> mx.array:
-    """What `gated_affine_matmul` does with ``[..., 2 F]``, gate values first."""
-    gate, up = mx.split(both, 2, axis=-1)
+def gated(gate: mx.array, up: mx.array, activation: gemv.Activation, limit: float | None) -> mx.array:
+    """What `gated_affine_matmul` does with the two halves of its product."""
     if activation == "clamped_swiglu":
         gate, up = mx.minimum(gate, limit), mx.clip(up, -limit, limit)
         return gate * mx.sigmoid(1.702 * gate) * (up + 1)
@@ -234,7 +233,7 @@ def gated_affine_matmul_reference(
     """Definition of `gated_affine_matmul`."""
     options = {"bits": bits, "group_size": group_size, "bias": bias, "norm_weight": norm_weight, "eps": eps}
     both = affine_matmul_reference(x.astype(mx.float32), weight, scales, biases, **options)
-    return gate(both, activation, limit).astype(dtype or x.dtype)
+    return gated(*mx.split(both, 2, axis=-1), activation, limit).astype(dtype or x.dtype)
 
 
 def gated_affine_matmul(
@@ -273,7 +272,7 @@ def gated_affine_matmul(
         form = gemv.Form(eps=eps or 0.0, activation=activation, limit=limit or 0.0)
         return gemv.gemv(x, weight, scales, biases, **options, form=form, dtype=dtype, backend=backend)
     both = affine_matmul(x, weight, scales, biases, **options, eps=eps, dtype=dtype, backend=backend)
-    return gate(both, activation, limit).astype(dtype)
+    return gated(*mx.split(both, 2, axis=-1), activation, limit).astype(dtype)
 
 
 def affine_embedding_reference(

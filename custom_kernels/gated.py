@@ -8,7 +8,7 @@ from math import prod
 import mlx.core as mx
 
 from turbospark_mlx.custom_kernels import gemv
-from turbospark_mlx.custom_kernels.affine import gate as gate_reference
+from turbospark_mlx.custom_kernels.affine import gated
 from turbospark_mlx.custom_kernels.backends import Backend
 from turbospark_mlx.custom_kernels.backends.kernel import SIMD_WIDTH, Kernel, Launch, float_bits
 from turbospark_mlx.custom_kernels.backends.op import Op
@@ -20,9 +20,8 @@ GATED_PRODUCT = Op("gated_product", (KERNEL,), rows=gemv.ROWS)
 
 def gated_product_reference(gate, up, *, activation: gemv.Activation, limit: float | None = None) -> mx.array:
     """Definition of `gated_product`."""
-    each = mx.repeat(gate.astype(mx.float32), up.shape[-1] // max(1, gate.shape[-1]), axis=-1)
-    both = mx.concatenate([each, up.astype(mx.float32)], axis=-1)
-    return gate_reference(both, activation, limit).astype(gate.dtype)
+    shares = up.astype(mx.float32).reshape(*gate.shape, up.shape[-1] // max(1, gate.shape[-1]))
+    return gated(gate.astype(mx.float32)[..., None], shares, activation, limit).reshape(up.shape).astype(gate.dtype)
 
 
 @lru_cache(maxsize=1024)
