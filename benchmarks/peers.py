@@ -26,6 +26,8 @@ MODULES = {
     "qwen3_5_moe_text": "qwen3_5_moe",
 }
 """config.json's ``model_type`` -> mlx-lm's module, where that has another name."""
+PUBLISHED = {"spark2_5": {"embed_tokens": "embedding", "o_proj": "out_proj"}}
+"""``model_type`` -> what mlx-lm calls modules that installs call otherwise."""
 
 
 def mlx_lm_model(path: Path, dtype: mx.Dtype | None = None) -> nn.Module:
@@ -85,6 +87,8 @@ def _blank(config: Mapping[str, Any], module: str) -> nn.Module:
 def _as_published(arrays: Mapping[str, mx.array], config: Mapping[str, Any]) -> dict[str, mx.array]:
     """Under the names that mlx-lm's ``sanitize`` takes, and with what that would pack again dequantized."""
     arrays = dict(arrays)
+    if renamed := PUBLISHED.get(config["model_type"]):
+        return {".".join(renamed.get(part, part) for part in name.split(".")): a for name, a in arrays.items()}
     if config["model_type"] == "mixtral":
         return {name.replace(".mlp.", ".block_sparse_moe."): array for name, array in arrays.items()}
     if config["model_type"] == "deepseek_v3":

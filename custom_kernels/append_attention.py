@@ -56,6 +56,7 @@ def plan(
     heads: int,
     kv_heads: int,
     head_dim: int,
+    pairs: int,
     scale: float,
     eps: float,
     dtype: mx.Dtype,
@@ -73,6 +74,7 @@ def plan(
             ("H", heads),
             ("KV", kv_heads),
             ("D", head_dim),
+            ("PAIRS", pairs),
             ("SIMDGROUPS", simdgroups),
             ("KEYS", KEYS),
             ("NORM", 1 if head_norm else 0 if q_norm_dtype is None else 2),
@@ -120,5 +122,6 @@ def append_attention(
     head_dim = rotary.check_append("append_attention", qkv, rotation, cache, **sizes)
     backend.count(APPEND_ATTENTION.name, "kernel")
     dtypes = (None if array is None else array.dtype for array in (q_norm, k_norm, sinks))
-    call = plan(backend.name, qkv.shape[0], heads, kv_heads, head_dim, scale, eps or 0.0, qkv.dtype, *dtypes, head_norm)
+    widths = (heads, kv_heads, head_dim, rotation.shape[1])
+    call = plan(backend.name, qkv.shape[0], *widths, scale, eps or 0.0, qkv.dtype, *dtypes, head_norm)
     return backend.launch(call, (qkv, rotation, q_norm, k_norm, cache, start, sinks))[0]

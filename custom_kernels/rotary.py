@@ -28,9 +28,9 @@ VALUES_PER_GROUP = 1 << 14
 
 
 def rotation_table(frequencies: np.ndarray, offset: int, length: int) -> np.ndarray:
-    """Cosines and sines ``[length, D / 2, 2]``, float32, at positions ``offset`` and on.
+    """Cosines and sines ``[length, P, 2]``, float32, at positions ``offset`` and on.
 
-    ``frequencies [D / 2]`` are radians a position.
+    ``frequencies [P]`` are radians a position.
     """
     return rotations(frequencies, np.arange(offset, offset + length))
 
@@ -65,11 +65,11 @@ def qkv_epilogue_reference(
         k = rms_norm_reference(k, k_norm, eps=eps)
     if value_norm:
         v = rms_norm_reference(v, None, eps=eps)
-    cosine, sine = rotation[..., 0], rotation[..., 1]
+    cosine, sine, pairs = rotation[..., 0], rotation[..., 1], rotation.shape[1]
 
     def rotate(x):
-        first, second = mx.split(x, 2, axis=-1)
-        return mx.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
+        first, second, kept = mx.split(x, [pairs, 2 * pairs], axis=-1)
+        return mx.concatenate([first * cosine - second * sine, second * cosine + first * sine, kept], axis=-1)
 
     return rotate(q).astype(qkv.dtype), mx.stack([rotate(k), v]).astype(qkv.dtype) if kv_heads else None
 
@@ -80,6 +80,7 @@ def plan(
     shape: tuple[int, ...],
     heads: int,
     kv_heads: int,
+    pairs: int,
     eps: float,
     dtype: mx.Dtype,
     q_norm_dtype: mx.Dtype | None,
@@ -101,6 +102,7 @@ def plan(
             ("H", heads),
             ("KV", kv_heads),
             ("D", head_dim),
+            ("PAIRS", pairs),
             ("NORM", 1 if head_norm else 0 if q_norm_dtype is None else 2),
             ("EPSILON_BITS", float_bits(eps)),
             ("VALUE_NORM", value_norm),
@@ -134,9 +136,10 @@ def qkv_epilogue(
 ) -> tuple[mx.array, mx.array | None]:
     """Split ``qkv [B, L, (H + 2 KV) * D]`` into heads, normalize and rotate queries and keys.
 
-    Returns ``q [B, H, L, D]`` and ``kv [2, B, KV, L, D]``, keys first, in the dtype of ``qkv``. Pairs ``(i, i + D /
-    2)`` turn by ``rotation [L, D / 2, 2]`` (see `rotation_table`). ``q_norm [D]``, ``k_norm [D]`` with ``eps`` stand
-    for `norm.rms_norm` of each head before, ``head_norm`` for that without weights, ``value_norm`` for that of values.
+    Returns ``q [B, H, L, D]`` and ``kv [2, B, KV, L, D]``, keys first, in the dtype of ``qkv``. Pairs ``(i, i + P)``
+    turn by ``rotation [L, P, 2]`` (see `rotation_table`), and dimensions from ``2 P`` on stay as they are. ``q_norm
+    [D]``, ``k_norm [D]`` with ``eps`` stand for `norm.rms_norm` of each head before, ``head_norm`` for that without
+    weights, ``value_norm`` for that of values.
 
     With ``shared_values`` the rows of keys, before norm and rotation, are the values too, and ``qkv`` is ``[B, L, (H +
     KV) * D]``. With ``kv_heads`` 0 there are queries alone, and None for ``kv``. Raises OptionError for shapes that do
@@ -231,10 +234,11 @@ def _check(op: str, shape, rotation, heads, kv_heads, q_norm, k_norm, eps, head_
     """Check that the parts belong together; returns D. Raises OptionError."""
     _, length, width = shape
     head_dim, rest = divmod(width, stored_heads(heads, kv_heads, shared_values))
-    if rest or head_dim % 2 or rotation.shape != (length, head_dim // 2, 2):
+    pairs = rotation.shape[1] if rotation.ndim == 3 else 0
+    if rest or rotation.shape != (length, pairs, 2) or not 0 < 2 * pairs <= head_dim:
         raise OptionError(
             f"{op}: qkv {list(shape)} of {heads} + {1 if shared_values else 2} * {kv_heads} heads, rotation "
-            f"{list(rotation.shape)} do not fit [B, L, heads * D] and [L, D / 2, 2]"
+            f"{list(rotation.shape)} do not fit [B, L, heads * D] and [L, P, 2] with P at most D / 2"
         )
     learned = q_norm is not None
     normed = learned or head_norm or value_norm
@@ -254,5 +258,6 @@ def _launch(
     backend.count((QKV_EPILOGUE if cache is None else QKV_APPEND).name, "kernel")
     dtypes = (None if weight is None else weight.dtype for weight in (q_norm, k_norm))
     variant = head_norm, value_norm, shared_values, cache is not None
-    call = plan(backend.name, qkv.shape, heads, kv_heads, eps or 0.0, qkv.dtype, *dtypes, *variant)
+    sizes = (heads, kv_heads, rotation.shape[1])
+    call = plan(backend.name, qkv.shape, *sizes, eps or 0.0, qkv.dtype, *dtypes, *variant)
     return backend.launch(call, (qkv, rotation, q_norm, k_norm, cache, start))

@@ -34,21 +34,27 @@ class GroupedAttention(Module):
         head_norm_weights: bool = True,
         sinks: bool = False,
         gates: tuple[str, int] | None = None,
+        one_matrix: bool = False,
     ):
-        """``bias`` is about q, k and v, and comes before the rotation. With ``head_norm_eps`` every head of q and k is
-        normalised before it, with or without ``head_norm_weights``. ``sinks`` are logits, one a query head and not
+        """``bias`` is about q, k, v and gates, and comes before the rotation. With ``head_norm_eps`` every head of q and
+        k is normalised before it, with or without ``head_norm_weights``. ``sinks`` are logits, one a query head and not
         scaled, that take part in the softmax without a value. With ``gates``, name and width of one more projection of
-        the input, what the heads answer is multiplied by the sigmoids of its results."""
+        the input, what the heads answer is multiplied by the sigmoids of its results, each for as many neighbours as
+        there are to one. With ``one_matrix`` the rows of q, k and v are those of ``q_k_v_proj``."""
         super().__init__()
         self.head_dim, self.scale, self.window, self.rope = head_dim, scale, window, rope
         self._heads, self._kv_heads, self._attention, self._backend = heads, kv_heads, build.attention, build.backend
         rows = {"q_proj": heads * head_dim, "k_proj": kv_heads * head_dim, "v_proj": kv_heads * head_dim}
-        (self.q_proj, self.k_proj, self.v_proj), self._qkv = build.projections(
-            hidden, {f"{path}.{name}": n for name, n in rows.items()}, bias=bias
-        )
+        self._borders = [rows["q_proj"], rows["q_proj"] + rows["k_proj"]]
+        if one_matrix:
+            rows = {"q_k_v_proj": sum(rows.values())}
+        self._names = tuple(rows)
+        parts, self._qkv = build.projections(hidden, {f"{path}.{name}": n for name, n in rows.items()}, bias=bias)
+        for name, part in zip(rows, parts, strict=True):
+            self[name] = part
         self._gate, self._gated = gates and gates[0], build.gated_product
         if gates:
-            self[gates[0]] = build.linear(f"{path}.{gates[0]}", hidden, gates[1])
+            self[gates[0]] = build.linear(f"{path}.{gates[0]}", hidden, gates[1], bias=bias)
         self.o_proj = build.linear(f"{path}.o_proj", heads * head_dim, hidden, bias=output_bias)
         self._plain_norm_eps = None if head_norm_weights else head_norm_eps
         if head_norm_eps is not None and head_norm_weights:
@@ -83,7 +89,7 @@ class GroupedAttention(Module):
         # A single token sees every key that its cache returns, and a ring returns them in no particular order.
         mask, window = ("causal", self.window) if L > 1 else (None, None)
         options = {"scale": self.scale, "mask": mask, "window": window, "sinks": self.get("sinks")}
-        parts, norms = (self.q_proj, self.k_proj, self.v_proj), [self.get("q_norm"), self.get("k_norm")]
+        parts, norms = [self[name] for name in self._names], [self.get("q_norm"), self.get("k_norm")]
         joint = self._qkv.joint(*parts)
         if joint is not None and all(own is None or isinstance(own, RMSNorm) for own in norms):
             sizes = {"heads": self._heads, "kv_heads": self._kv_heads, "backend": self._backend}
@@ -102,7 +108,10 @@ class GroupedAttention(Module):
             k, v = kv[0, :, :, :keys], kv[1, :, :, :keys]
         else:
             x = x if norm is None else norm(x)
-            q, k, v = (y.reshape(B, L, -1, self.head_dim).transpose(0, 2, 1, 3) for y in self._qkv(x, *parts))
+            products = self._qkv(x, *parts)
+            if len(parts) == 1:
+                products = mx.split(products[0], self._borders, axis=-1)
+            q, k, v = (y.reshape(B, L, -1, self.head_dim).transpose(0, 2, 1, 3) for y in products)
             if "q_norm" in self:
                 q, k = self.q_norm(q), self.k_norm(k)
             elif self._plain_norm_eps is not None:

@@ -33,6 +33,9 @@ class CausalModel(Module):
     """A model of a family. It follows the protocol that mlx-lm's tools call: ``model(tokens, cache=...)``,
     ``model.layers``, ``model.make_cache()``, ``model.args``."""
 
+    float32_residual = False
+    """Whether what layers add up stays in float32 whatever the dtype of activations is."""
+
     longest_context: int | None = None
     """Up to how many tokens the frequencies that were chosen are right; None where every length has the same."""
 
@@ -67,7 +70,8 @@ class CausalModel(Module):
         self.experts = experts
         self.parameter_count = sum(map(prod, self.expected(config).values()))
         self.backend = backend or backends.select()
-        build = Builder(self.backend, dtype, formats or {}, fused, experts)
+        residual = mx.float32 if self.float32_residual else None
+        build = Builder(self.backend, dtype, formats or {}, fused, experts, residual)
         self.model = self.decoder(config, build, max_context or config.max_position_embeddings)
         if not config.tie_word_embeddings:
             self.lm_head = build.linear("lm_head", config.hidden_size, config.vocab_size)
@@ -89,7 +93,7 @@ class CausalModel(Module):
         ``positions`` are those after what ``cache`` holds, or from 0 on.
         """
         x = self.model.embed_tokens(tokens) if input_embeddings is None else input_embeddings
-        x = x.astype(self.dtype)
+        x = x.astype(mx.float32 if self.float32_residual else self.dtype)
         positions = positions or Positions.after(cache[0] if cache else None, x.shape[1])
         for layer, state in zip(self.layers, cache or [None] * len(self.layers), strict=True):
             x = layer(x, state, positions)

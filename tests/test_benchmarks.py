@@ -35,10 +35,13 @@ def benchmarks(monkeypatch):
             del sys.modules[name]
 
 
-MUSE = {"layer_types": ["sliding_attention", "full_attention"], "layer_rope_theta": [500000.0, 0]}
+SPARK = {"layer_types": ["sliding_attention", "full_attention"]}
+MUSE = {**SPARK, "layer_rope_theta": [500000.0, 0]}
 
 
-@pytest.mark.parametrize(("shape", "layers"), [("llama-8b", {}), ("llama-1b", {}), ("muse-30b", MUSE)])
+@pytest.mark.parametrize(
+    ("shape", "layers"), [("llama-8b", {}), ("llama-1b", {}), ("muse-30b", MUSE), ("spark-4b", SPARK)]
+)
 def test_a_made_up_model_and_its_twin_are_the_same(benchmarks, shape, layers):
     import peers
     import shapes

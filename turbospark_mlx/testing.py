@@ -265,6 +265,38 @@ def _qwen(kinds: str, experts: int = 0, **fields: Any) -> dict[str, Any]:
     }
 
 
+_SPARK_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+    "full_attention": {"rope_type": "default", "rope_theta": 5000000.0, "partial_rotary_factor": 0.25},
+}
+
+
+def _spark(kinds: str, **fields: Any) -> dict[str, Any]:
+    """``kinds`` has an s or an f for each layer."""
+    return {
+        "model_type": "spark2_5",
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": len(kinds),
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "gelu",
+        "headwise_attn_output_gate": True,
+        "gate_attn_act_mode": "sigmoid",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "layer_types": [{"s": "sliding_attention", "f": "full_attention"}[kind] for kind in kinds],
+        "sliding_window": WINDOW,
+        "rope_parameters": _SPARK_ROPE,
+        "tie_word_embeddings": True,
+        **fields,
+    }
+
+
 # Scalings change only what lies past their original length, so that is 16 here and shows in short prompts.
 _VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "deepseek2": {
@@ -429,6 +461,30 @@ _VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
             linear_conv_kernel_dim=2,
         )
         | {"tie_word_embeddings": True},
+    },
+    "spark": {
+        "spark": _spark("sssf"),
+        "spark-biases": _spark(
+            "fss",
+            num_attention_heads=6,
+            num_key_value_heads=3,
+            attention_bias=True,
+            mlp_bias=True,
+            tie_word_embeddings=False,
+        ),
+        "spark-one-key": _spark(
+            "sf",
+            num_attention_heads=5,
+            num_key_value_heads=1,
+            rms_norm_eps=1e-5,
+            rope_parameters={
+                "sliding_attention": {"rope_theta": 500.0, "partial_rotary_factor": 0.5},
+                "full_attention": {"rope_theta": 10000.0},
+            },
+        ),
+        "spark-full": _spark(
+            "ff", head_dim=40, rope_parameters={"full_attention": _SPARK_ROPE["full_attention"]}, sliding_window=None
+        ),
     },
 }
 

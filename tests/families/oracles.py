@@ -16,6 +16,7 @@ from tests.families import (
     reference_llama,
     reference_muse,
     reference_qwen,
+    reference_spark,
 )
 
 PROMPT = np.random.default_rng(11).integers(0, 320, 65).tolist()
@@ -79,6 +80,10 @@ FAMILIES = {
     "qwen": Oracle(
         reference=reference_qwen.logits,
         mlx_lm={"qwen3.5": "qwen3_5", "qwen3.5-moe": "qwen3_5_moe", "qwen3.5-tied": "qwen3_5"},
+    ),
+    "spark": Oracle(
+        reference=reference_spark.logits,
+        mlx_lm=dict.fromkeys(("spark", "spark-biases", "spark-one-key", "spark-full"), "spark2_5"),
     ),
 }
 

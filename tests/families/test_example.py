@@ -91,3 +91,15 @@ def test_layers_without_positions_and_gates(variant, monkeypatch, capsys):
     assert "after a rollback the logits differ by 0" in out
     reused, prompt = re.search(r"the same prompt again: (\d+) of (\d+) tokens are reused", out).groups()
     assert int(reused) == int(prompt) - 1
+
+
+@pytest.mark.parametrize("variant", ["spark", "spark-biases"])
+def test_spark_shows_windows_and_gates(variant, monkeypatch, capsys):
+    out = run("spark.py", "--variant", variant, "--tokens", "6", monkeypatch=monkeypatch, capsys=capsys)
+    assert out.count("sees the last 8") == (3 if variant == "spark" else 2)
+    assert "sees all" in out
+    heads = 4 if variant == "spark" else 6
+    gates = [line for line in out.splitlines() if "gates of heads" in line]
+    assert gates
+    assert all(line.count(", ") == heads - 1 for line in gates)
+    assert "after a rollback the logits differ by 0" in out
