@@ -61,12 +61,17 @@ class Compiler:
     identity: str
 
 
+def ziglang() -> tuple[str, ...] | None:
+    """The command of the ziglang package, without the Python process that ``python -m ziglang`` begins with."""
+    spec = importlib.util.find_spec("ziglang")
+    return spec and (str(Path(spec.submodule_search_locations[0]) / "zig"),)
+
+
 def candidates() -> list[Compiler]:
     """The compilers of this machine, best first. Nothing is run."""
     found = []
-    if importlib.util.find_spec("ziglang"):
-        command = (sys.executable, "-m", "ziglang", "c++", "-nostdlib++")
-        found.append(Compiler("ziglang", command, importlib.metadata.version("ziglang")))
+    if zig := ziglang():
+        found.append(Compiler("ziglang", (*zig, "c++", "-nostdlib++"), importlib.metadata.version("ziglang")))
     for name in ("clang++", "g++"):
         if path := shutil.which(name):
             real = os.path.realpath(path)

@@ -82,8 +82,7 @@ def clang() -> compiler.Compiler:
     """The first clang of this machine. Raises BackendError."""
     for candidate in compiler.candidates():
         if candidate.name == "ziglang":
-            command = (sys.executable, "-m", "ziglang", "clang")
-            return compiler.Compiler("ziglang", command, candidate.identity)
+            return compiler.Compiler("ziglang", (*compiler.ziglang(), "clang"), candidate.identity)
         if candidate.name == "clang++":
             return candidate
     raise BackendError("the emulator needs clang: pip install ziglang (or clang++ from your system's packages)")
