@@ -19,6 +19,8 @@ from turbospark_mlx.custom_kernels import (
     rotary,
     rotation,
     router,
+    sparse,
+    streams,
 )
 from turbospark_mlx.custom_kernels.affine import affine_embedding, affine_matmul, gated_affine_matmul
 from turbospark_mlx.custom_kernels.append_attention import APPEND_ATTENTION, append_attention
@@ -33,6 +35,14 @@ from turbospark_mlx.custom_kernels.rotary import appends, qkv_append, qkv_epilog
 from turbospark_mlx.custom_kernels.rotation import rotate, rotations
 from turbospark_mlx.custom_kernels.router import router_topk_select
 from turbospark_mlx.custom_kernels.sdpa import attention, cache_attention
+from turbospark_mlx.custom_kernels.sparse import (
+    choose_positions,
+    indexed_attention,
+    pool_blocks,
+    score_blocks,
+    sparse_mask,
+)
+from turbospark_mlx.custom_kernels.streams import ngram_gate, stream_inject, stream_mix
 
 OPS = (
     affine.AFFINE_MATMUL,
@@ -54,6 +64,13 @@ OPS = (
     expert_phases.MOE_PHASE1,
     expert_phases.MOE_PHASE2,
     experts_cpu.EXPERT_MIXTURE,
+    streams.STREAM_MIX,
+    streams.STREAM_INJECT,
+    streams.NGRAM_GATE,
+    sparse.POOL_BLOCKS,
+    sparse.SCORE_BLOCKS,
+    sparse.CHOOSE_POSITIONS,
+    sparse.INDEXED_ATTENTION,
 )
 """Every op, as what `backends.Backend.counters` counts: its kernels, and when they are taken."""
 
@@ -71,6 +88,7 @@ __all__ = [
     "attention",
     "backends",
     "cache_attention",
+    "choose_positions",
     "dense_matmul",
     "emulate",
     "expert_mixture",
@@ -78,8 +96,11 @@ __all__ = [
     "gated_product",
     "gated_rms_norm",
     "greedy_head",
+    "indexed_attention",
     "moe_phase1_gate_up_act",
     "moe_phase2_down_reduce",
+    "ngram_gate",
+    "pool_blocks",
     "qkv_append",
     "qkv_epilogue",
     "rms_norm",
@@ -88,6 +109,10 @@ __all__ = [
     "rotation_table",
     "rotations",
     "router_topk_select",
+    "score_blocks",
+    "sparse_mask",
+    "stream_inject",
+    "stream_mix",
 ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -58,6 +58,8 @@ class DeclaredFamily:
         self.gguf_rows = gguf.gguf_rows
 
     @staticmethod
-    def _settled(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> ModelConfig:
+    def _settled(
+        config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], values: Callable[[str], Any]
+    ) -> ModelConfig:
         """For families whose configuration says everything."""
         return config

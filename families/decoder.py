@@ -15,7 +15,7 @@ import mlx.nn as nn
 from turbospark_mlx.cache import LinearKV, RingKV
 from turbospark_mlx.custom_kernels import backends
 from turbospark_mlx.families.layers import Builder, Format, Module, Positions
-from turbospark_mlx.protocols import ExpertFactory, LayerCache, ModelConfig
+from turbospark_mlx.protocols import ExpertFactory, LayerCache, ModelConfig, RowTable
 
 
 class Decoder(Module):
@@ -49,20 +49,22 @@ class CausalModel(Module):
         fused: bool = True,
         max_context: int | None = None,
         experts: ExpertFactory | None = None,
+        table: RowTable | None = None,
     ):
         """Zeroed parameters, to be loaded.
 
         ``formats`` says how each tensor is stored (see ``layers.Builder``), ``dtype`` is that of activations.
         ``fused=False`` makes plain ``mlx.nn`` modules. ``max_context`` is the longest context to expect, by which
         LongRoPE chooses its frequencies; None means the trained one. ``experts`` makes the routed experts of each
-        layer; None makes them parameters.
+        layer; None makes them parameters. ``table`` is the model's table on disk, in families that have one; None
+        makes it a parameter too.
         """
         super().__init__()
         self.args, self.model_type, self.dtype, self.fused = config, config.model_type, dtype, fused
         self.experts = experts
         self.parameter_count = sum(map(prod, self.expected(config).values()))
         self.backend = backend or backends.select()
-        build = Builder(self.backend, dtype, formats or {}, fused, experts)
+        build = Builder(self.backend, dtype, formats or {}, fused, experts, table)
         self.model = self.decoder(config, build, max_context or config.max_position_embeddings)
         if not config.tie_word_embeddings:
             self.lm_head = build.linear("lm_head", config.hidden_size, config.vocab_size)

@@ -27,7 +27,7 @@ from turbospark_mlx.custom_kernels import (
 )
 from turbospark_mlx.custom_kernels.backends import Backend
 from turbospark_mlx.errors import OptionError
-from turbospark_mlx.protocols import AffineFormat, ExpertFactory, LayerCache, Mxfp4Format, PackedFormat
+from turbospark_mlx.protocols import AffineFormat, ExpertFactory, LayerCache, Mxfp4Format, PackedFormat, RowTable
 
 DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
 
@@ -420,7 +420,7 @@ class Builder:
     ``formats`` maps tensor names, in the checkpoint's spelling, to formats; a name that is absent is float32. ``dtype``
     is that of activations. ``fused`` chooses this package's modules, with joint projections; without it, plain
     ``mlx.nn`` modules are made, which have gradients. ``experts`` makes routed experts that live elsewhere than in
-    parameters.
+    parameters, ``table`` is one of which rows are read as they are needed.
     """
 
     backend: Backend
@@ -428,6 +428,7 @@ class Builder:
     formats: Mapping[str, Format] = field(default_factory=dict)
     fused: bool = True
     experts: ExpertFactory | None = None
+    table: RowTable | None = None
 
     @property
     def attention(self) -> Callable[..., mx.array]:

@@ -18,8 +18,9 @@ up joined (see ``families.routed``).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from turbospark_mlx.errors import ConvertError
 from turbospark_mlx.families import routed
@@ -36,7 +37,7 @@ _TOWERS = ("visual.", "vision_tower.")
 _ROUTERS = ("mlp.gate.weight", "mlp.shared_expert_gate.weight")
 
 
-def settle(config: QwenConfig, shapes: Mapping[str, tuple[int, ...]]) -> QwenConfig:
+def settle(config: QwenConfig, shapes: Mapping[str, tuple[int, ...]], values: Callable[[str], Any]) -> QwenConfig:
     """The configuration with ``centered_norms`` as the checkpoint has its convolutions: checkpoint name -> shape.
 
     Raises ConvertError where some are in one layout and some in the other.

@@ -15,6 +15,7 @@ from tests.families import (
     reference_gpt_oss,
     reference_llama,
     reference_qwen,
+    reference_qwen4,
 )
 
 PROMPT = np.random.default_rng(11).integers(0, 320, 65).tolist()
@@ -23,11 +24,13 @@ PROMPT = np.random.default_rng(11).integers(0, 320, 65).tolist()
 @dataclass(frozen=True)
 class Oracle:
     """``reference(config, weights, ids)`` gives float64 logits. ``mlx_lm`` maps the variants that mlx-lm computes
-    rightly to its module. ``cancelled(config)`` names the parameters that an exact forward pass does not depend on."""
+    rightly to its module. ``cancelled(config)`` names the parameters that an exact forward pass does not depend on.
+    ``moved`` is a number of tokens with which it depends on all others."""
 
     reference: Callable
     mlx_lm: dict[str, str]
     cancelled: Callable = lambda config: frozenset()
+    moved: int = 12
 
 
 FAMILIES = {
@@ -75,6 +78,8 @@ FAMILIES = {
         reference=reference_qwen.logits,
         mlx_lm={"qwen3.5": "qwen3_5", "qwen3.5-moe": "qwen3_5_moe", "qwen3.5-tied": "qwen3_5"},
     ),
+    # mlx-lm has no such model: test_qwen4_golden.py guards this oracle.
+    "qwen4": Oracle(reference=reference_qwen4.logits, mlx_lm={}, moved=28),
 }
 
 
