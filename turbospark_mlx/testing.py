@@ -234,7 +234,7 @@ def _qwen(kinds: str, experts: int = 0, **fields: Any) -> dict[str, Any]:
 
 
 def _qwen4(kinds: str, *, hidden: int = 64, **fields: Any) -> dict[str, Any]:
-    """``kinds`` has an l or an f for each layer. Queries see 4 blocks of 4 tokens: from position 19 on, not all."""
+    """``kinds`` has an l or an f for each layer. Queries see 2 blocks of 4 tokens: from position 11 on, not all."""
     return {
         "model_type": "qwen4_exp",
         "tie_word_embeddings": False,
@@ -275,7 +275,7 @@ def _qwen4(kinds: str, *, hidden: int = 64, **fields: Any) -> dict[str, Any]:
             "indexer_n_heads": 4,
             "indexer_kv_heads": 1,
             "indexer_head_dim": 16,
-            "indexer_budget": 16,
+            "indexer_budget": 8,
             "indexer_compress_ratio": 4,
             "ple_layer_ids": [2],
             "ple_embed_dim": 64,
