@@ -54,6 +54,7 @@ class DeclaredFamily:
         self.config_from_hf, self.config_from_manifest = config.config_from_hf, config.config_from_manifest
         self.place, self.expected, self.experts = weights.place, weights.expected, weights.experts
         self.settle = getattr(weights, "settle", self._settled)
+        self.table_facts = getattr(weights, "table_facts", self._no_table)
         self.hf_config_from_gguf, self.gguf_name = gguf.hf_config_from_gguf, gguf.gguf_name
         self.gguf_rows = gguf.gguf_rows
 
@@ -63,3 +64,8 @@ class DeclaredFamily:
     ) -> ModelConfig:
         """For families whose configuration says everything."""
         return config
+
+    @staticmethod
+    def _no_table(config: ModelConfig) -> None:
+        """For families whose models have no table."""
+        return None

@@ -165,6 +165,11 @@ class Family(Protocol):
         ``families.routed`` names the parameters below a path."""
         ...
 
+    def table_facts(self, config: ModelConfig) -> Mapping[str, Any] | None:
+        """What the header of an install's table says of the model (``gturbo.row_table.FACTS``); None for models
+        without one."""
+        ...
+
     def gguf_name(self, name: str, config: ModelConfig) -> str | Dropped:
         """The checkpoint name of a GGUF tensor name. Raises ConvertError for a name that the family does not know."""
         ...

@@ -19,6 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -86,6 +87,20 @@ def experts(config: Qwen4Config) -> Mapping[str, ExpertSpec]:
     """See ``protocols.Family.experts``."""
     spec = ExpertSpec(config.num_experts, config.num_experts_per_tok, config.hidden_size, config.moe_intermediate_size)
     return {f"model.layers.{number}.mlp.switch_mlp": spec for number in range(config.num_hidden_layers)}
+
+
+def table_facts(config: Qwen4Config) -> Mapping[str, Any] | None:
+    """See ``protocols.Family.table_facts``."""
+    if config.ple_layer is None:
+        return None
+    hashed = config.ngram_hash
+    return {
+        "layerIndex": config.ple_layer,
+        "shards": config.split_ngram_parts,
+        "multipliers": list(hashed.multipliers),
+        "headVocabSizes": list(hashed.sizes),
+        "headOffsets": list(hashed.offsets),
+    }
 
 
 def _connection_shapes(config: Qwen4Config, path: str) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -28,7 +28,7 @@ def model_of(name):
 
 
 def test_the_file_has_what_it_is_for():
-    """At least 20 of 48 positions choose between blocks, in some cases mostly between equals, and a text ends inside."""
+    """At least 20 of 48 positions choose between blocks, in one case mostly between equals, and a text ends inside."""
     assert GOLDEN.files == ["about", *CASES]
     for name, about in ABOUT["cases"].items():
         assert about["choices"] >= 20, name
