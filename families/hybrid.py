@@ -84,8 +84,9 @@ def layer_types(fields: Fields, layers: int, full: tuple[str, ...] = (FULL,)) ->
     return types
 
 
-def rope(fields: Fields) -> tuple[float, float]:
-    """``(theta, share of a head that turns)``, which stand in ``rope_parameters``, or beside them."""
+def rope(fields: Fields, *default_share: float) -> tuple[float, float]:
+    """``(theta, share of a head that turns)``, which stand in ``rope_parameters``, or beside them. Without a
+    ``default_share`` both are required."""
     block = fields.object("rope_parameters")
     block.known(_ROPE_FIELDS)
     for key in ("rope_type", "type"):
@@ -94,7 +95,7 @@ def rope(fields: Fields) -> tuple[float, float]:
         if block.has(key) and fields.has(key) and block.values[key] != fields.values[key]:
             raise fields.refuse(key, f"but in rope_parameters it is {block.values[key]!r}.")
     source = block if block.has("rope_theta") else fields
-    share = (block if block.has("partial_rotary_factor") else fields).number("partial_rotary_factor", 0.25)
+    share = (block if block.has("partial_rotary_factor") else fields).number("partial_rotary_factor", *default_share)
     return source.number("rope_theta", above=1.0), share
 
 

@@ -172,7 +172,7 @@ def config_from_hf(config: Mapping[str, Any]) -> QwenConfig:
         for key in ("num_experts", "num_experts_per_tok"):
             fields.allow_only(key, (0,), f"a {spelling} model has no experts.")
     layers = fields.size("num_hidden_layers", most=MOST_LAYERS)
-    theta, share = rope(fields)
+    theta, share = rope(fields, 0.25)
     return _checked(
         fields,
         QwenConfig(
