@@ -156,17 +156,17 @@ class NgramTable(Module):
 
     def __init__(self, config: Qwen4Config, path: str, build: Builder):
         super().__init__()
-        self._table, self._dtype = build.table, build.dtype
+        self.table, self._dtype = build.table, build.dtype
         if build.table is None:
             rows = config.ngram_hash.rows
             self.ngram_embedding = build.embedding(f"{path}.ngram_embedding", rows, config.ngram_width)
 
     def __call__(self, ids: np.ndarray) -> mx.array:
         """``ids [B, L, heads]`` -> their rows side by side ``[B, L, heads * columns]``."""
-        if self._table is None:
+        if self.table is None:
             rows = self.ngram_embedding(mx.array(ids.astype(np.int32)))
         else:
-            rows = mx.array(self._table.rows(ids))
+            rows = mx.array(self.table.rows(ids))
         return rows.astype(self._dtype).reshape(*ids.shape[:2], -1)
 
 
