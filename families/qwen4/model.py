@@ -146,7 +146,7 @@ class SparseAttention(GatedAttention):
         scores = self.indexer.scores(queries, blocks, positions)
         sizes = {"block": self._block, "top_k": self._top_k}
         if length == 1:
-            chosen = choose_positions(scores[:, 0], keys=keys, **sizes, backend=self._backend)
+            chosen = choose_positions(scores[:, 0], positions.start, keys=keys, **sizes, backend=self._backend)
             return indexed_attention(q, k, v, chosen, scale=scale, backend=self._backend)
         return self._attention(q, k, v, scale=scale, mask=sparse_mask(scores, positions.offset, keys, **sizes))
 

@@ -164,6 +164,42 @@ def rotate(backend, shape, pairs, dtype, **options):
     return partial(ck.rotate, **options, backend=backend), arrays
 
 
+def streams(backend, shape, count, dtype):
+    """What is done with ``count`` residual streams, which together have ``shape``."""
+    wide, narrow = normal(*shape, dtype=dtype), normal(*shape[:-1], shape[-1] // count, dtype=dtype)
+    yield partial(ck.stream_mix, streams=count, backend=backend), [normal(*shape, dtype=dtype, scale=2.0), wide]
+    logits = normal(*shape[:-1], count, dtype=dtype, scale=3.0)
+    yield partial(ck.stream_inject, backend=backend), [wide, narrow, logits]
+    yield partial(ck.ngram_gate, backend=backend), [wide, wide * 0.5 - 0.1, narrow]
+
+
+def sparse(backend, length, heads, width, keys, block, top_k, dtype, kv_dtype):
+    """The steps of sparse attention of the last ``length`` of ``keys`` tokens, among equal scores too."""
+    blocks, start = keys // block, mx.array([keys - length], mx.int32)
+    pairs = width // 4
+    rotation = normal(blocks, pairs, 2)
+    pool = partial(ck.pool_blocks, eps=1e-6, centered=width % 8 == 0, backend=backend)
+    yield pool, [normal(1, blocks, block, width, dtype=kv_dtype), normal(width, dtype=dtype), rotation]
+
+    def score(queries, keys):
+        scores = ck.score_blocks(queries, keys, start, block=block, backend=backend)
+        return mx.where(scores == -mx.inf, -1.0, scores)
+
+    yield score, [normal(1, heads, length, width, dtype=dtype), normal(1, blocks, width, dtype=kv_dtype)]
+    last, sizes = mx.array([keys - 1], mx.int32), {"keys": keys, "block": block, "top_k": top_k}
+    scores = mx.maximum(normal(2, blocks), 0.0)
+    scores = mx.where(mx.arange(blocks) % 4 == 1, mx.roll(scores, 1, axis=1), scores)
+
+    def choose(scores):
+        return ck.choose_positions(scores, last, **sizes, backend=backend)
+
+    yield choose, [scores]
+    chosen = np.sort(np.random.default_rng(keys).permutation(keys)[: top_k * block])
+    arrays = [normal(1, 6, 1, width, dtype=dtype), *[normal(1, 2, keys, width, dtype=kv_dtype)] * 2]
+    listed = partial(ck.indexed_attention, scale=0.125, backend=backend)
+    yield listed, [*arrays, mx.array(chosen[None].astype(np.int32))]
+
+
 def router(backend, rows, hidden, experts, top_k, dtype, weights, *, normalize, arounds=False, **options):
     """Logits alone where there is no ``hidden``, a matrix of ``weights`` otherwise; with what can stand around them."""
     optional = {"weight": normal(experts, hidden, dtype=weights)} if hidden else {}
@@ -284,6 +320,11 @@ def variants(backend: Backend) -> Iterator[Call]:
     for dtype in DTYPES:
         yield from phases(backend, 1, 2, dtype, experts(3, 128, 224, ((8, 64), (4, 32)), mx.float16, "silu"))
     for dtype in DTYPES:
+        yield from streams(backend, (1, 1, 10240), 4, dtype)
+        yield from streams(backend, (2, 3, 240), 3, dtype)
+        yield from sparse(backend, 1, 4, 128, 403, 4, 64, dtype, dtype)
+        yield from sparse(backend, 3, 2, 24, 95, 8, 3, dtype, mx.float16)
+    for dtype in DTYPES:
         yield step(backend, 1, 40, 21, 64, dtype)
         yield step(backend, 1, 300, 290, 128, dtype, normed=True)
         yield step(backend, 1, 17, 40, 80, dtype, sinks=True)
@@ -355,6 +396,9 @@ def awkward(backend: Backend) -> Iterator[Call]:
         for shape in ((577,), (1, 33, 4099), (3, 5, 2, 31)):
             yield from norms(backend, shape, dtype, mx.float16)
         yield rotate(backend, (2, 3, 5, 46), 7, dtype, start=5, span=20)
+        yield from streams(backend, (3, 1, 5, 77), 7, dtype)
+        yield from sparse(backend, 8, 5, 44, 1003, 3, 100, dtype, mx.bfloat16)
+        yield from sparse(backend, 1, 1, 128, 9000, 4, 512, dtype, dtype)
         yield rotate(backend, (2, 3, 5, 23), 10, dtype, interleaved=True)
     for dtype in DTYPES:
         for bits in (3, 4, 8):
