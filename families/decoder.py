@@ -109,6 +109,10 @@ class CausalModel(Module):
     def layers(self) -> list[nn.Module]:
         return self.model.layers
 
+    def warm_up(self) -> list[mx.array]:
+        """What to evaluate so that every kernel is compiled which passes of a few tokens do not come to."""
+        return []
+
     def make_cache(self, max_length: int | None = None) -> list[LayerCache]:
         """An empty state for each layer, for sequences of up to ``max_length`` tokens."""
         return [LinearKV(max_length) if layer.window is None else RingKV(layer.window) for layer in self.layers]

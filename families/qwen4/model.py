@@ -144,11 +144,27 @@ class SparseAttention(GatedAttention):
         if not self.sparse or blocks.shape[1] <= self._top_k:
             return self._attention(q, k, v, scale=scale, mask="causal" if length > 1 else None)
         scores = self.indexer.scores(queries, blocks, positions)
-        sizes = {"block": self._block, "top_k": self._top_k}
         if length == 1:
-            chosen = choose_positions(scores[:, 0], positions.start, keys=keys, **sizes, backend=self._backend)
-            return indexed_attention(q, k, v, chosen, scale=scale, backend=self._backend)
-        return self._attention(q, k, v, scale=scale, mask=sparse_mask(scores, positions.offset, keys, **sizes))
+            return self._attend_to_chosen(q, k, v, scores, positions)
+        mask = sparse_mask(scores, positions.offset, keys, block=self._block, top_k=self._top_k)
+        return self._attention(q, k, v, scale=scale, mask=mask)
+
+    def _attend_to_chosen(
+        self, q: mx.array, k: mx.array, v: mx.array, scores: mx.array, positions: Positions
+    ) -> mx.array:
+        sizes = {"keys": k.shape[2], "block": self._block, "top_k": self._top_k}
+        chosen = choose_positions(scores[:, 0], positions.start, **sizes, backend=self._backend)
+        return indexed_attention(q, k, v, chosen, scale=self.head_dim**-0.5, backend=self._backend)
+
+    def warm_up(self, config: Qwen4Config, dtype: mx.Dtype) -> mx.array:
+        """A token behind as many as are needed for a choice, all of them zeros."""
+        blocks, size = self._top_k + 1, config.head_dim
+        q = mx.zeros((1, config.num_attention_heads, 1, size), dtype)
+        k = mx.zeros((1, config.num_key_value_heads, blocks * self._block, size), dtype)
+        keys = mx.zeros((1, blocks, config.indexer_head_dim), dtype)
+        queries = mx.zeros((1, config.indexer_n_heads, 1, config.indexer_head_dim), dtype)
+        positions = Positions(k.shape[2] - 1, 1)
+        return self._attend_to_chosen(q, k, k, self.indexer.scores(queries, keys, positions), positions)
 
 
 class NgramTable(Module):
@@ -303,6 +319,11 @@ class Model(CausalModel):
         for layer, state in zip(self.layers, cache or [None] * len(self.layers), strict=True):
             x = layer(x, state, positions, ids)
         return self.model.hyper_connection_mixer.mix(x)[0]
+
+    def warm_up(self) -> list[mx.array]:
+        """See `CausalModel`: short passes choose no blocks."""
+        attention = next((layer.self_attn for layer in self.layers if "self_attn" in layer), None)
+        return [] if attention is None else [attention.warm_up(self.args, self.dtype)]
 
     def attend_sparsely(self, sparse: bool) -> None:
         """Whether attention layers choose blocks, as they were trained to, or see everything, for comparison."""

@@ -11,8 +11,11 @@ from tests.families import reference_qwen4
 from tests.families.oracles import assert_close
 from tests.golden.make_qwen4_golden import CASES, FILE, KEPT, PROMPT, case
 from turbospark_mlx.custom_kernels import backends
+from turbospark_mlx.custom_kernels.backends import compiler, host
 from turbospark_mlx.families import family_for_model_type
 from turbospark_mlx.families.qwen4.model import Model
+from turbospark_mlx.runner import Runner
+from turbospark_mlx.testing import make_tiny_install
 
 GOLDEN = np.load(FILE)
 ABOUT = json.loads(str(GOLDEN["about"]))
@@ -66,3 +69,19 @@ def test_choices_between_equals_matter():
     off = np.abs(dense - GOLDEN["ties"]).max(axis=1) / GOLDEN["ties"].std()
     assert off[:11].max() < 1e-4
     assert off[11:].max() > 1e-2
+
+
+@pytest.mark.skipif(not compiler.candidates(), reason="no C++ compiler")
+def test_no_kernel_is_compiled_in_the_middle_of_an_answer(tmp_path):
+    """Opening loads those that choose blocks too, which no short pass comes to."""
+    path = make_tiny_install("qwen4", tmp_path / "x.gturbo")
+    host._compiled.cache_clear()
+    host.prepared.cache_clear()
+    with Runner.open(path, kernels="host") as runner:
+        loaded = host._compiled.cache_info().misses
+        runner.prefill(PROMPT[:9])
+        for token in PROMPT[9:24]:
+            runner.decode(token)
+        assert host._compiled.cache_info().misses == loaded
+        kernels = {op for op, way in runner.report().operations if way == "kernel"}
+    assert kernels >= {"score_blocks", "choose_positions", "indexed_attention"}
