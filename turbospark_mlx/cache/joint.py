@@ -66,10 +66,11 @@ class JointState:
 
     def trim(self, n: int) -> int:
         """Forget the last ``n`` tokens, or all of them; returns how many. Parts that the layer had not come to when it
-        failed have nothing to forget. Raises ContextError where a part cannot go back so far."""
+        failed have nothing to forget. Raises ContextError, and changes nothing, where a part cannot go back so far."""
         n = min(n, self.offset)
         target = self.offset - n
-        for part in self.parts:
+        # Those that cannot come first, so that they say why before another has gone.
+        for part in sorted(self.parts, key=lambda part: part.reusable(target) == target):
             part.trim(max(0, part.offset - target))
         return n
 
