@@ -13,7 +13,7 @@ demo: $(VENV)/.demo-installed
 	$(BIN)/turbospark-mlx generate smollm2-135m "Why is the sky blue?" --max-tokens 120
 
 test: $(VENV)/.test-installed
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
 
 test-slow: $(VENV)/.test-installed
 	$(BIN)/python -m pytest -m slow

