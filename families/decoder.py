@@ -109,6 +109,9 @@ class CausalModel(Module):
     def layers(self) -> list[nn.Module]:
         return self.model.layers
 
+    def check(self) -> None:
+        """Raise InstallError where the values that were loaded contradict the configuration."""
+
     def warm_up(self) -> list[mx.array]:
         """What to evaluate so that every kernel is compiled which passes of a few tokens do not come to."""
         return []

@@ -71,7 +71,7 @@ def load_model(
     ``experts`` makes the routed experts of each layer; without it they are read into stacks, all of them.
     ``fused=False`` gives plain ``mlx.nn`` modules, whose companions, norms and biases are widened to float32 where
     activations have another dtype than they. ``progress`` is called with the bytes read so far and in all. Raises
-    InstallError where the tensors do not fit the configuration.
+    InstallError where the tensors, or their values, do not fit the configuration.
     """
     family, config = read_config(install)
     check_tensors(install, family, config)
@@ -89,6 +89,7 @@ def load_model(
         table=None if install.table is None else DiskTable(install),
     )
     _read(install, places, stacks, model, progress)
+    model.check()
     if not fused:
         model.update(tree_map(lambda array: _widened(array, model.dtype), model.parameters()))
         mx.eval(model.parameters())

@@ -28,7 +28,7 @@ from turbospark_mlx.custom_kernels import (
     stream_inject,
     stream_mix,
 )
-from turbospark_mlx.errors import OptionError
+from turbospark_mlx.errors import InstallError, OptionError
 from turbospark_mlx.families.decoder import CausalModel
 from turbospark_mlx.families.delta import GatedDeltaNet
 from turbospark_mlx.families.gated_attention import GatedAttention
@@ -36,7 +36,7 @@ from turbospark_mlx.families.layers import Builder, Module, Positions, RoPE
 from turbospark_mlx.families.moe import SharedExpertMoe
 from turbospark_mlx.families.qwen4.config import Qwen4Config
 from turbospark_mlx.families.qwen4.ngrams import row_ids
-from turbospark_mlx.families.qwen4.weights import expected, experts
+from turbospark_mlx.families.qwen4.weights import expected, experts, norms_centered
 
 State = RecurrentState | JointState
 
@@ -319,6 +319,18 @@ class Model(CausalModel):
         for layer, state in zip(self.layers, cache or [None] * len(self.layers), strict=True):
             x = layer(x, state, positions, ids)
         return self.model.hyper_connection_mixer.mix(x)[0]
+
+    def check(self) -> None:
+        """See `CausalModel`: an install may not say how its norms are stored, or say it wrongly."""
+        means = [
+            layer.attn_hyper_connection.hc_norm["weight"].astype(mx.float32).mean().item() for layer in self.layers
+        ]
+        centered, found = norms_centered(means)
+        if centered != self.args.centered_norms:
+            said = "less 1" if self.args.centered_norms else "as they are multiplied"
+            raise InstallError(
+                f"model_weights.bin: {found}; manifest.json takes norms to be stored {said}. Convert the model again."
+            )
 
     def warm_up(self) -> list[mx.array]:
         """See `CausalModel`: short passes choose no blocks."""

@@ -17,7 +17,7 @@ at ``mlp.experts`` one by one or with gate and up joined (see ``families.routed`
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -46,7 +46,8 @@ _HASH = {
 }
 """Constants of the hash that checkpoints may have -> field of ``Hash``."""
 
-_TELLING = "attn_hyper_connection.hc_norm.weight"
+TELLING = "attn_hyper_connection.hc_norm.weight"
+"""The norms whose values are far enough from each other."""
 _PLAIN_FROM, _MOST_PLAIN, _LEAST_CENTERED, _MOST_CENTERED, _SHARE = 0.75, 1.5, -0.5, 0.5, 0.9
 """Between which medians of the norms' means lie which convention, and the share of them that has to agree. Published
 norms that are stored less 1 have means of about 0.2."""
@@ -69,18 +70,28 @@ def settle(
                     f"checkpoint: {name} is {theirs!r:.200}; config.json's n-gram fields give {list(ours)!r:.200}."
                     " Take both from the same checkpoint."
                 )
-    means = np.array([values(name).mean() for name in shapes if name.endswith(_TELLING)])
-    if not len(means):
+    means = [float(values(name).mean()) for name in shapes if name.endswith(TELLING)]
+    if not means:
         return config
-    middle, high = np.median(means), np.mean(means > _MOST_CENTERED)
-    if high >= _SHARE and _PLAIN_FROM <= middle <= _MOST_PLAIN:
-        return replace(config, centered_norms=False)
-    if high <= 1 - _SHARE and _LEAST_CENTERED <= middle <= _MOST_CENTERED:
-        return replace(config, centered_norms=True)
-    raise ConvertError(
-        f"checkpoint: the means of {len(means)} tensors {_TELLING} have the median {middle:.3g}, and {high:.0%} exceed"
-        f" {_MOST_CENTERED}, so that nobody knows whether norms are stored less 1. Take another copy of the checkpoint."
+    centered, found = norms_centered(means)
+    if centered is None:
+        raise ConvertError(
+            f"checkpoint: {found}, so that nobody knows whether norms are stored less 1. Take another copy of the"
+            " checkpoint."
+        )
+    return replace(config, centered_norms=centered)
+
+
+def norms_centered(means: Sequence[float]) -> tuple[bool | None, str]:
+    """Whether norms are stored less 1, by the means of those that tell, or None; and what was found, in words."""
+    middle, high = np.median(means), np.mean(np.array(means) > _MOST_CENTERED)
+    found = (
+        f"the means of {len(means)} tensors {TELLING} have the median {middle:.3g}, and {high:.0%} exceed"
+        f" {_MOST_CENTERED}"
     )
+    if high >= _SHARE and _PLAIN_FROM <= middle <= _MOST_PLAIN:
+        return False, found
+    return (True if high <= 1 - _SHARE and _LEAST_CENTERED <= middle <= _MOST_CENTERED else None), found
 
 
 def experts(config: Qwen4Config) -> Mapping[str, ExpertSpec]:

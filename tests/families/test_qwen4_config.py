@@ -2,6 +2,7 @@
 
 import copy
 import json
+from math import prod
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from turbospark_mlx.errors import ConvertError, InstallError
 from turbospark_mlx.families.hybrid import FULL, LINEAR
 from turbospark_mlx.families.qwen4.config import config_from_hf, config_from_manifest
 from turbospark_mlx.families.qwen4.ngrams import row_ids
+from turbospark_mlx.families.qwen4.weights import expected
 from turbospark_mlx.testing import tiny_config
 
 PUBLISHED = {
@@ -93,6 +95,15 @@ def test_the_published_configuration():
     states = 36 * 3 * (3 * 2**20 + 60 * 1024) + 3 * (9 * 10240 * 2 + 8)
     assert config.kv_bytes(4, 2) == 12 * (4 * 2048 + 5 * 256) + states
     assert config.centered_norms
+
+
+def test_the_published_size():
+    """The checkpoint has about 360 GB in bfloat16, the tower and the other head among them."""
+    shapes = expected(config_from_hf(PUBLISHED))
+    assert 350e9 < 2 * sum(map(prod, shapes.values())) < 360e9
+    # A layer has 4 around each of its sublayers, and 5 beside its 3 stacks of experts; a recurrent one 9 more, a sparse
+    # one 6 and 3; 7 are about n-grams.
+    assert len(shapes) == 2 + 3 + 48 * (8 + 5 + 3) + 36 * 9 + 12 * (6 + 3) + 7
 
 
 def test_the_published_hash():
