@@ -9,6 +9,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
+from turbospark_mlx import shaped as published
 from turbospark_mlx.custom_kernels.backends import Backend
 from turbospark_mlx.families import family_for_model_type, package
 from turbospark_mlx.families.layers import DTYPES
@@ -44,19 +45,39 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 8192,
         "tie_word_embeddings": True,
     },
+    "muse-30b": {
+        "model_type": "muse_glimmer",
+        "num_hidden_layers": 52,
+        "hidden_size": 6656,
+        "intermediate_size": 19968,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "vocab_size": 202048,
+        "rms_norm_eps": 1e-5,
+        "post_norm_eps": 1e-8,
+        "qk_scale_factor": 3.87,
+        "output_multiplier": 26**-0.5,
+        "final_logit_softcapping": 20.0,
+        "sliding_window": 2048,
+        "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 13,
+        "layer_rope_theta": [*[500000.0] * 3, 0] * 13,
+        "rope_theta": 500000.0,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": False,
+    },
+    "spark-4b": published.SHAPES["spark-4b"],
 }
 STORED = AffineFormat(bits=4, group_size=64, companion_dtype="bfloat16")
 CHUNK = 64 << 20
 
 
 def make_model(config: dict[str, Any], backend: Backend) -> nn.Module:
-    """Our model of a config.json dictionary; matrices in ``STORED``, norms in its companions' dtype."""
+    """Our model of a config.json dictionary; matrices in ``STORED``, what is never packed in its companions' dtype."""
     family = family_for_model_type(config["model_type"])
     parsed = family.config_from_hf(config)
-    formats = {
-        family.place(name, parsed).checkpoint_name: STORED if len(shape) == 2 else STORED.companion_dtype
-        for name, shape in family.expected(parsed).items()
-    }
+    places = [family.place(name, parsed) for name in family.expected(parsed)]
+    formats = {place.checkpoint_name: STORED.companion_dtype if place.role == "vector" else STORED for place in places}
     model = package(family.name).Model(parsed, formats=formats, backend=backend, dtype=resolve_dtype(None, backend))
     mx.eval(model.parameters())
     # Quantized values are uniform and weights have a mean of 0 and a spread that keeps activations near 1.

@@ -57,6 +57,7 @@ class DeclaredFamily:
         self.table_facts = getattr(weights, "table_facts", self._no_table)
         self.hf_config_from_gguf, self.gguf_name = gguf.hf_config_from_gguf, gguf.gguf_name
         self.gguf_rows = gguf.gguf_rows
+        self.unused = getattr(weights, "unused", self._all_used)
 
     @staticmethod
     def _settled(
@@ -69,3 +70,8 @@ class DeclaredFamily:
     def _no_table(config: ModelConfig) -> None:
         """For families whose models have no table."""
         return None
+
+    @staticmethod
+    def _all_used(config: ModelConfig) -> Mapping[str, str]:
+        """For families whose logits depend on every tensor."""
+        return {}

@@ -170,6 +170,10 @@ class Family(Protocol):
         without one."""
         ...
 
+    def unused(self, config: ModelConfig) -> Mapping[str, str]:
+        """Install name -> reason: tensors of ``expected`` that no logit depends on."""
+        ...
+
     def gguf_name(self, name: str, config: ModelConfig) -> str | Dropped:
         """The checkpoint name of a GGUF tensor name. Raises ConvertError for a name that the family does not know."""
         ...

@@ -27,12 +27,11 @@ from turbospark_mlx.errors import ConvertError
 from turbospark_mlx.families import routed
 from turbospark_mlx.families.fields import check_decided
 from turbospark_mlx.families.hybrid import attention_shapes, recurrent_shapes
+from turbospark_mlx.families.names import PREFIX, canonical, split_layer
 from turbospark_mlx.families.qwen4.config import Qwen4Config
 from turbospark_mlx.protocols import Dropped, ExpertSpec, Placement, Role, TablePart
 
-PREFIX = "language_model."
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _TOWERS = ("visual.", "vision_tower.")
 _SENSITIVE = ("mlp.gate.weight", "mlp.shared_expert_gate.weight", "block_inject_weight.weight", "index_qk_proj.weight")
 """What decides between experts, streams and blocks by small differences, and is small itself."""
@@ -62,9 +61,9 @@ def settle(
     its configuration.
     """
     for name in shapes:
-        found = _LAYER.fullmatch(_canonical(name))
-        if found and found[2] in _HASH and config.ple_layer is not None:
-            ours, theirs = getattr(config.ngram_hash, _HASH[found[2]]), values(name).reshape(-1).tolist()
+        field = next((field for constant, field in _HASH.items() if name.endswith(f".{constant}")), None)
+        if field and config.ple_layer is not None:
+            ours, theirs = getattr(config.ngram_hash, field), values(name).reshape(-1).tolist()
             if list(ours) != theirs:
                 raise ConvertError(
                     f"checkpoint: {name} is {theirs!r:.200}; config.json's n-gram fields give {list(ours)!r:.200}."
@@ -167,14 +166,6 @@ def expected(config: Qwen4Config) -> Mapping[str, tuple[int, ...]]:
     return {PREFIX + name: shape for name, shape in shapes.items()}
 
 
-def _canonical(name: str) -> str:
-    """The module's name of a tensor of the decoder, from any spelling."""
-    for prefix, plain in (("model.language_model.", "model."), ("language_model.", "")):
-        if name.startswith(prefix):
-            return plain + name.removeprefix(prefix)
-    return name
-
-
 def _role(name: str, suffix: str, shape: tuple[int, ...]) -> Role:
     if len(shape) < 2 or suffix.endswith(".conv1d.weight"):
         return "vector"
@@ -195,22 +186,14 @@ def place(checkpoint_name: str, config: Qwen4Config) -> Placement | Dropped:
     """
     if checkpoint_name.removeprefix("model.").startswith(_TOWERS):
         return Dropped("of the tower for images; text alone is run")
-    name = _canonical(checkpoint_name)
+    name = canonical(checkpoint_name)
     if name.startswith(("mtp.", "model.mtp.")):
         return Dropped("of the head that predicts several tokens, which is not run")
     if name == _HEAD and config.tie_word_embeddings:
         return Dropped("a copy of the tied embedding")
     if shape := _top_shapes(config).get(name):
         return Placement(PREFIX + name, _role(name, name, shape), name)
-    found = _LAYER.fullmatch(name)
-    if not found:
-        raise ConvertError(f"checkpoint: tensor {checkpoint_name!r} is not one of the qwen4 family.")
-    number, suffix = int(found[1]), found[2]
-    if number >= config.num_hidden_layers or str(number) != found[1]:
-        raise ConvertError(
-            f"checkpoint: tensor {checkpoint_name!r} is of layer {found[1]}; the configuration has"
-            f" {config.num_hidden_layers} layers."
-        )
+    number, suffix = split_layer(name, checkpoint_name, "qwen4", config.num_hidden_layers)
     path = f"model.layers.{number}"
     stack = f"{path}.mlp.switch_mlp"
     if part := routed.part_of(stack, f"{path}.mlp.experts", name, number, experts(config)[stack]):

@@ -33,6 +33,9 @@ EVERY += [
     ("qwen", "qwen3.5"),
     ("qwen", "qwen3.5-tied"),
     ("qwen4", "qwen4-plain"),
+    ("muse", "muse-glimmer"),
+    ("muse", "muse-glimmer-three-heads"),
+    ("muse", "muse-glimmer-tied"),
 ]
 NUMPY = {"bfloat16": np.uint16, "float16": np.float16, "float32": np.float32}
 
