@@ -186,6 +186,14 @@ class NgramTable(Module):
         return rows.astype(self._dtype).reshape(*ids.shape[:2], -1)
 
 
+class NgramState(RecurrentState):
+    """What is known of n-grams: the tail of a convolution, and the last ids."""
+
+    def places(self, length: int) -> bool:
+        """Never: a token's rows are read on the host, so that its step is no list of kernels."""
+        return False
+
+
 class NgramLayer(Module):
     """Tells the streams about the n-grams that end in each token."""
 
@@ -199,7 +207,7 @@ class NgramLayer(Module):
             self[name] = StreamNorm(config, f"{path}.{name}", build)
         self.conv1d = DilatedConvolution(config, f"{path}.conv1d", build)
 
-    def __call__(self, x: mx.array, tokens: np.ndarray, cache: RecurrentState | None = None) -> mx.array:
+    def __call__(self, x: mx.array, tokens: np.ndarray, cache: NgramState | None = None) -> mx.array:
         """What is added to the streams ``x [B, L, C * H]`` of ``tokens [B, L]``."""
         (batch, length), config = tokens.shape, self._config
         tail, before = (None, None) if cache is None else (cache[0], cache[1])
@@ -350,6 +358,6 @@ class Model(CausalModel):
         def state(number: int) -> State:
             if not config.recurs(number):
                 return JointState(LinearKV(max_length), BlockKeys(block, max_length))
-            return JointState(RecurrentState(), RecurrentState()) if number == config.ple_layer else RecurrentState()
+            return JointState(NgramState(), RecurrentState()) if number == config.ple_layer else RecurrentState()
 
         return [state(number) for number in range(config.num_hidden_layers)]
