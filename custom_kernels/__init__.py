@@ -10,6 +10,7 @@ from turbospark_mlx.custom_kernels import (
     affine,
     backends,
     decode_attention,
+    delta_net,
     dense,
     expert_phases,
     experts_cpu,
@@ -27,6 +28,7 @@ from turbospark_mlx.custom_kernels.expert_arena import BlobMatrix, ExpertArena, 
 from turbospark_mlx.custom_kernels.expert_phases import moe_phase1_gate_up_act, moe_phase2_down_reduce
 from turbospark_mlx.custom_kernels.experts import Mixture, expert_mixture
 from turbospark_mlx.custom_kernels.gated import gated_product
+from turbospark_mlx.custom_kernels.delta_net import DeltaWeights, gated_delta, gated_delta_step, steps
 from turbospark_mlx.custom_kernels.head import greedy_head
 from turbospark_mlx.custom_kernels.norm import add_rms_norm, gated_rms_norm, rms_norm, rms_norm_add
 from turbospark_mlx.custom_kernels.rotary import appends, qkv_append, qkv_epilogue, rotation_table
@@ -49,6 +51,8 @@ OPS = (
     rotary.QKV_APPEND,
     rotation.ROTATE,
     decode_attention.ATTENTION,
+    delta_net.GATED_DELTA,
+    delta_net.GATED_DELTA_STEP,
     APPEND_ATTENTION,
     router.ROUTER_TOPK_SELECT,
     expert_phases.MOE_PHASE1,
@@ -60,6 +64,7 @@ OPS = (
 __all__ = [
     "OPS",
     "BlobMatrix",
+    "DeltaWeights",
     "ExpertArena",
     "ExpertBlob",
     "Mixture",
@@ -75,6 +80,8 @@ __all__ = [
     "emulate",
     "expert_mixture",
     "gated_affine_matmul",
+    "gated_delta",
+    "gated_delta_step",
     "gated_product",
     "gated_rms_norm",
     "greedy_head",
@@ -88,6 +95,7 @@ __all__ = [
     "rotation_table",
     "rotations",
     "router_topk_select",
+    "steps",
 ]
 
 

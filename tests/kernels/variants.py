@@ -10,6 +10,7 @@ from turbospark_mlx import custom_kernels as ck
 from turbospark_mlx.custom_kernels import gemv
 from turbospark_mlx.custom_kernels.append_attention import append_attention_reference
 from turbospark_mlx.custom_kernels.backends import Backend
+from turbospark_mlx.custom_kernels.delta_net import gated_delta_step_reference
 
 Call = tuple[Callable[..., mx.array], list[mx.array]]
 
@@ -133,6 +134,34 @@ def norms(backend, shape, dtype, weight_dtype):
 
     yield scaled, [x, weight, stream, mx.full((1,), 0.75, weight_dtype)]
     yield partial(ck.rms_norm_add, scale=0.375, **options), [x, weight, stream]
+
+
+def delta(backend, length, groups, heads, key_dim, value_dim, dtype, *, taps=4, activation="silu", placed=False):
+    """A layer of Gated DeltaNet; ``placed`` is one token that finds its state in a slot and fills the next."""
+    channels = 2 * groups * key_dim + heads * value_dim
+    slots = (3,) if placed else ()
+    arrays = [
+        normal(1, length, channels + heads * (value_dim + 2), dtype=dtype),
+        normal(*slots, 1, taps - 1, channels, dtype=dtype),
+        normal(*slots, 1, heads, value_dim, key_dim),
+        normal(channels, taps, 1, dtype=dtype),
+        normal(heads),
+        normal(heads, dtype=dtype),
+        normal(value_dim, dtype=dtype),
+    ]
+
+    def call(projected, tail, state, *learned):
+        weights = ck.DeltaWeights(*learned, 1e-6, activation)
+        if not placed:
+            found = ck.gated_delta(projected, tail, state, weights, backend=backend)
+            return [array for array in found if array is not None]
+        start = mx.array([7], mx.int32)
+        if not ck.steps(projected, backend):
+            return gated_delta_step_reference(projected, tail, state, start, weights)
+        tail, state = tail + 0, state + 0  # the test's own are not to change
+        return ck.gated_delta_step(projected, tail, state, start, weights, backend=backend), tail, state
+
+    return call, arrays
 
 
 def step(backend, length, capacity, start, head_dim, dtype, *, window=None, normed=False, sinks=False):
@@ -289,6 +318,10 @@ def variants(backend: Backend) -> Iterator[Call]:
         yield step(backend, 1, 17, 40, 80, dtype, sinks=True)
         yield step(backend, 1, 1100, 1050, 128, dtype)
         yield step(backend, 3, 40, 30, 64, dtype, window=9)
+        yield delta(backend, 1, 2, 4, 128, 128, dtype, placed=True)
+        yield delta(backend, 1, 1, 3, 128, 128, dtype, activation="sigmoid", placed=True)
+        yield delta(backend, 19, 1, 2, 128, 128, dtype)
+        yield delta(backend, 3, 2, 2, 40, 12, dtype, taps=2, activation="sigmoid")
 
 
 def misaligned(variant: Call) -> Call:
@@ -351,6 +384,9 @@ def awkward(backend: Backend) -> Iterator[Call]:
             yield attend(backend, *sizes, dtype, dtype, sinks=sinks, mask="causal", window=window)
         yield step(backend, 3, 37, 30, 80, dtype, normed=True, sinks=True)
         yield step(backend, 3, 7, 12, 16, dtype)
+        yield delta(backend, 1, 3, 9, 33, 70, dtype, taps=3, placed=True)
+        yield delta(backend, 40, 2, 4, 192, 96, dtype)
+        yield delta(backend, 1, 1, 1, 16, 300, dtype)
         yield epilogue(backend, 31, 3, 1, 80, dtype, normed=True)
         for shape in ((577,), (1, 33, 4099), (3, 5, 2, 31)):
             yield from norms(backend, shape, dtype, mx.float16)
