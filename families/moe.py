@@ -11,6 +11,7 @@ import mlx.nn as nn
 
 from turbospark_mlx.custom_kernels import router_topk_select
 from turbospark_mlx.custom_kernels.backends import Backend
+from turbospark_mlx.families.feed_forward import FeedForward
 from turbospark_mlx.families.layers import Builder, Linear, Module, gelu_tanh
 from turbospark_mlx.protocols import Experts, ExpertSpec
 
@@ -89,3 +90,26 @@ class SparseMoe(Module):
         indices, weights = route(self.gate, rows, self._top_k, normalize=self._normalize, backend=self._backend)
         pending = self.switch_mlp.begin(indices)
         return self.switch_mlp.finish(pending, rows, weights, residual=added).reshape(x.shape)
+
+
+class SharedExpertMoe(Module):
+    """Routed experts, whose weights add up to 1, and a shared one with a gate, as Qwen 3.5 has them."""
+
+    def __init__(self, path: str, position: int, spec: ExpertSpec, shared_width: int, build: Builder):
+        """``position`` counts the layers that have experts, ``shared_width`` is that of the shared one."""
+        super().__init__()
+        self._top_k, self._backend = spec.top_k, build.backend
+        self.gate = build.linear(f"{path}.gate", spec.hidden, spec.num_experts)
+        self.switch_mlp = routed_experts(f"{path}.switch_mlp", position, spec, build)
+        self.shared_expert = FeedForward(f"{path}.shared_expert", spec.hidden, shared_width, build)
+        self.shared_expert_gate = build.linear(f"{path}.shared_expert_gate", spec.hidden, 1)
+
+    def __call__(self, x: mx.array, *, norm: nn.Module | None = None, residual: mx.array | None = None) -> mx.array:
+        """``norm`` is applied to ``x`` before, ``residual`` is added after."""
+        rows = (x if norm is None else norm(x)).reshape(-1, x.shape[-1])
+        indices, weights = route(self.gate, rows, self._top_k, normalize=True, backend=self._backend)
+        pending = self.switch_mlp.begin(indices)
+        shared = self.shared_expert(rows) * mx.sigmoid(self.shared_expert_gate(rows))
+        routed = self.switch_mlp.finish(pending, rows, weights, meanwhile=(shared,))
+        y = (routed + shared).reshape(x.shape)
+        return y if residual is None else residual + y

@@ -10,7 +10,7 @@ from tests.families import reference_qwen
 from tests.families.models import model_of, weights_of
 from tests.families.oracles import PROMPT, assert_close
 from turbospark_mlx.cache import RecurrentState
-from turbospark_mlx.families.qwen.delta import CHUNK, delta_chunks, delta_step, unit
+from turbospark_mlx.families.delta import CHUNK, delta_chunks, delta_step, unit
 from turbospark_mlx.runner import Runner
 from turbospark_mlx.testing import tiny_config
 

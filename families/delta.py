@@ -12,6 +12,8 @@ Shapes: B sequences, L tokens, G key heads, R value heads for each of them (neig
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -19,8 +21,6 @@ import numpy as np
 from turbospark_mlx.cache import RecurrentState
 from turbospark_mlx.custom_kernels import gated_rms_norm
 from turbospark_mlx.families.layers import Builder, Module, project
-from turbospark_mlx.families.qwen.config import QwenConfig
-from turbospark_mlx.families.qwen.weights import convolution_shape
 
 CHUNK = 64
 """The most tokens whose corrections of each other are solved for at once."""
@@ -101,10 +101,11 @@ def _unit_lower_inverse(strict: mx.array) -> mx.array:
 class Convolution(Module):
     """A causal convolution of each channel by itself, without bias, then SiLU."""
 
-    def __init__(self, config: QwenConfig, path: str, build: Builder):
+    def __init__(self, path: str, shape: tuple[int, ...], taps: int, build: Builder):
+        """``shape`` is that of the weights, in which the ``taps`` of a channel are neighbours."""
         super().__init__()
-        self._taps = config.linear_conv_kernel_dim
-        self.weight = build.vector(f"{path}.weight", *convolution_shape(config))
+        self._taps = taps
+        self.weight = build.vector(f"{path}.weight", *shape)
 
     def __call__(self, rows: mx.array) -> mx.array:
         """``rows [B, taps - 1 + L, C]``, oldest first -> float32 ``[B, L, C]``."""
@@ -116,13 +117,23 @@ class Convolution(Module):
 class GatedDeltaNet(Module):
     """A recurrent layer: projections, a short convolution, the gated delta rule, a gated norm of each head."""
 
-    def __init__(self, config: QwenConfig, path: str, build: Builder):
+    def __init__(
+        self,
+        config: Any,
+        path: str,
+        build: Builder,
+        *,
+        convolution: tuple[int, ...],
+        gate: Literal["silu", "sigmoid"] = "silu",
+    ):
+        """``config`` has the sizes under the names of ``QwenConfig``. ``convolution`` is the shape of the convolution's
+        weights, ``gate`` the activation that the norm of each head is multiplied by."""
         super().__init__()
         hidden, heads = config.hidden_size, config.linear_num_value_heads
         self._groups, self._repeats = config.linear_num_key_heads, heads // config.linear_num_key_heads
         self._key_dim, self._value_dim = config.linear_key_head_dim, config.linear_value_head_dim
         self._tail, self._channels = config.linear_conv_kernel_dim - 1, config.convolved_width
-        self._eps, self._backend = config.rms_norm_eps, build.backend
+        self._eps, self._gate, self._backend = config.rms_norm_eps, gate, build.backend
         rows = {
             "in_proj_qkv": config.convolved_width,
             "in_proj_z": config.value_width,
@@ -133,14 +144,19 @@ class GatedDeltaNet(Module):
         for name, part in zip(rows, parts, strict=True):
             self[name] = part
         self._names = tuple(rows)
-        self.conv1d = Convolution(config, f"{path}.conv1d", build)
+        self.conv1d = Convolution(f"{path}.conv1d", convolution, config.linear_conv_kernel_dim, build)
         self.A_log = build.vector(f"{path}.A_log", heads)
         self.dt_bias = build.vector(f"{path}.dt_bias", heads)
         self.norm = build.norm(f"{path}.norm", self._value_dim, config.rms_norm_eps)
         self.out_proj = build.linear(f"{path}.out_proj", config.value_width, hidden)
 
     def __call__(
-        self, x: mx.array, cache: RecurrentState | None = None, *, norm: nn.Module, residual: mx.array
+        self,
+        x: mx.array,
+        cache: RecurrentState | None = None,
+        *,
+        norm: nn.Module | None = None,
+        residual: mx.array | None = None,
     ) -> mx.array:
         """``norm`` is applied to ``x [B, L, hidden]`` before, ``residual`` is added after."""
         batch, length, _ = x.shape
@@ -152,7 +168,7 @@ class GatedDeltaNet(Module):
         rows = mx.concatenate([tail, qkv], axis=1)
         y = self._recur(rows, a, b, state, cache).astype(x.dtype)
         y = gated_rms_norm(
-            y, z.reshape(y.shape), self.norm["weight"], eps=self._eps, activation="silu", backend=self._backend
+            y, z.reshape(y.shape), self.norm["weight"], eps=self._eps, activation=self._gate, backend=self._backend
         )
         return project(self.out_proj, y.reshape(batch, length, -1), residual=residual)
 
