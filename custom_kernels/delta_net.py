@@ -20,7 +20,7 @@ from functools import lru_cache
 import mlx.core as mx
 
 from turbospark_mlx.custom_kernels.backends import Backend
-from turbospark_mlx.custom_kernels.backends.kernel import SIMD_WIDTH, Kernel, Launch, float_bits
+from turbospark_mlx.custom_kernels.backends.kernel import Kernel, Launch, float_bits
 from turbospark_mlx.custom_kernels.backends.op import Op
 from turbospark_mlx.custom_kernels.norm import ACTIVATIONS, Activation, gated_rms_norm_reference
 from turbospark_mlx.errors import OptionError

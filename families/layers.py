@@ -412,6 +412,12 @@ class Projections:
         x = x if norm is None else norm(x)
         return [part(x) for part in parts]
 
+    def side_by_side(self, x: mx.array, *parts: nn.Module, norm: nn.Module | None = None) -> mx.array:
+        """The products of a call as one array."""
+        if self._joined(parts):
+            return project(self._joint, x, norm=norm)
+        return mx.concatenate(self(x, *parts, norm=norm), axis=-1)
+
 
 @dataclass(frozen=True)
 class Builder:

@@ -10,7 +10,6 @@ from tests.kernels.oracle import normal
 from turbospark_mlx import custom_kernels as ck
 from turbospark_mlx.custom_kernels import delta_net
 from turbospark_mlx.custom_kernels.backends import compiler
-from turbospark_mlx.errors import OptionError
 
 EPS = 1e-3
 HOST = pytest.param("host", marks=pytest.mark.skipif(not compiler.candidates(), reason="no C++ compiler"))
