@@ -13,12 +13,12 @@ from turbospark_mlx.custom_kernels.backends.op import Op
 
 PARTIAL = Kernel(
     "attention_decode_partial",
-    inputs=("q", "k", "v", "start", "sinks"),
+    inputs=("q", "k", "v", "start", "sinks", "gates"),
     outputs=("out", "peaks", "totals"),
     headers=("attention",),
 )
 COMBINE = Kernel(
-    "attention_decode_combine", inputs=("parts", "peaks", "totals", "sinks"), outputs=("y",), headers=("attention",)
+    "attention_decode_combine", inputs=("parts", "peaks", "totals", "sinks", "gates"), outputs=("y",), headers=("attention",)
 )
 ROWS = 8
 """Query rows up to which the kernels are used: more belong to a matrix product."""
@@ -67,11 +67,13 @@ def plan(
     dtype: mx.Dtype,
     kv_dtype: mx.Dtype,
     sink_dtype: mx.Dtype | None,
+    gates: int,
 ) -> tuple[Launch, Launch]:
     """The two launches for ``q`` of ``shape`` and keys in ``chunks``; ``window`` 0 is none.
 
-    ``cache`` says that keys and values are one buffer.
+    ``cache`` says that keys and values are one buffer, ``gates`` how many heads the projection with the gates has.
     """
+    gate_dtype = dtype if gates else None
     batch, heads, length, head_dim = shape
     share, rows = heads // kv_heads * length, batch * heads * length
     host, single, merged = backend == "host", chunks == 1, (batch, length, heads * value_dim)
@@ -99,10 +101,14 @@ def plan(
             ("CAUSAL", causal),
             ("WINDOW", window),
             ("SINKS", sink_dtype is not None),
+            ("GATES", gates if single else 0),
         ),
         groups=(batch * kv_heads * -(-share // queries), chunks),
         simdgroups=simdgroups,
-        input_dtypes=(dtype, kv_dtype, None if cache else kv_dtype, mx.int32, sink_dtype),
+        input_dtypes=(
+            *(dtype, kv_dtype, None if cache else kv_dtype, mx.int32, sink_dtype),
+            gate_dtype if single else None,
+        ),
         output_shapes=(merged, None, None) if single else ((rows, chunks, value_dim), *[(rows, chunks)] * 2),
         output_dtypes=(dtype if single else mx.float32, mx.float32, mx.float32),
     )
@@ -113,10 +119,11 @@ def plan(
             ("H", heads),
             ("E", value_dim),
             ("SINKS", sink_dtype is not None),
+            ("GATES", gates),
         ),
         groups=(rows, 1),
         simdgroups=1 if host else min(4, -(-value_dim // 32)),
-        input_dtypes=(mx.float32, mx.float32, mx.float32, sink_dtype),
+        input_dtypes=(mx.float32, mx.float32, mx.float32, sink_dtype, gate_dtype),
         output_shapes=(merged,),
         output_dtypes=(dtype,),
     )
@@ -133,13 +140,14 @@ def decode_attention(
     causal: bool,
     window: int | None,
     sinks: mx.array | None,
+    gates: mx.array | None = None,
     backend: Backend,
 ) -> mx.array:
     """The attention that `sdpa` defines, with merged heads ``[B, L, H * E]``, for what `serves` accepts.
 
     ``k [B, KV, S, D]``, ``v [B, KV, S, E]``, or one buffer of both in ``k [2, B, KV, S, D]``. ``start`` is an int32
     array ``[1]``, the position of the first query; keys after the last query's are not read. ``S`` decides how the
-    keys are cut, because the number of keys is known on the device only.
+    keys are cut, because the number of keys is known on the device only. ``gates`` are `sdpa.cache_attention`'s.
     """
     batch, _, length, _ = q.shape
     kv_heads, capacity, head_dim = k.shape[-3:]
@@ -158,10 +166,11 @@ def decode_attention(
         q.dtype,
         k.dtype,
         None if sinks is None else sinks.dtype,
+        0 if gates is None else gates.shape[2] // head_dim,
     )
-    out, *statistics = backend.launch(partial, (q, k, v, start, sinks))
+    out, *statistics = backend.launch(partial, (q, k, v, start, sinks, gates if chunks == 1 else None))
     if chunks > 1:
-        (out,) = backend.launch(combine, (out, *statistics, sinks))
+        (out,) = backend.launch(combine, (out, *statistics, sinks, gates))
     else:
         backend.prepare(combine)
     return out
