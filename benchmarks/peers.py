@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from turbospark_mlx.families import family_for_model_type
 from turbospark_mlx.gturbo import Install
 from turbospark_mlx.protocols import AffineFormat
 
@@ -69,11 +71,23 @@ def mlx_lm_twin(model: nn.Module, config: dict[str, Any], stored: AffineFormat, 
     module = import_module(f"mlx_lm.models.{MODULES.get(config['model_type'], config['model_type'])}")
     twin = module.Model(module.ModelArgs.from_dict(config))
     nn.quantize(twin, bits=stored.bits, group_size=stored.group_size)
-    twin.load_weights(tree_flatten(model.parameters()))
+    prefix = "language_model." if "language_model" in twin else ""
+    twin.load_weights([(prefix + name, array) for name, array in (*tree_flatten(model.parameters()), *_experts(model))])
     if dtype is not None:
         twin.set_dtype(dtype)
     mx.eval(twin.parameters())
     return twin
+
+
+def _experts(model: nn.Module) -> Iterator[tuple[str, mx.array]]:
+    """Routed experts that lie in blobs, as the stacks that mlx-lm has; copies, because its kernels take no others."""
+    if model.experts is None:
+        return
+    paths = family_for_model_type(model.args.model_type).experts(model.args)
+    for path, layer in zip(paths, model.experts.layers, strict=True):
+        for matrix, parts in zip(("gate", "up", "down"), layer.arena.stacked, strict=True):
+            for part, array in zip(("weight", "scales", "biases"), parts, strict=True):
+                yield f"{path}.{matrix}_proj.{part}", mx.contiguous(array)
 
 
 def mlx_lm_speeds(model: nn.Module, prompt: list[int], new_tokens: int) -> tuple[float, float]:

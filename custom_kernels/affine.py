@@ -45,6 +45,7 @@ def check(
     bias: tuple[int, ...] | None = None,
     residual: tuple[int, ...] | None = None,
     norm_weight: tuple[int, ...] | None = None,
+    row_gate: tuple[int, ...] | None = None,
     eps: float | None = None,
 ) -> int:
     """Check that the shapes and dtypes of a packed matrix belong together; returns K. Raises OptionError."""
@@ -79,7 +80,12 @@ def check(
         raise OptionError(f"{op}: norm_weight and eps belong together")
     if norm_weight is not None and norm_weight != (columns,):
         raise OptionError(f"{op}: norm_weight is {list(norm_weight)}, but x has {columns} columns")
-    for name, added, shape in (("bias", bias, weight[:1]), ("residual", residual, (*x[:-1], weight[0]))):
+    around = (
+        ("bias", bias, weight[:1]),
+        ("residual", residual, (*x[:-1], weight[0])),
+        ("row_gate", row_gate, (*x[:-1], 1)),
+    )
+    for name, added, shape in around:
         if added is not None and added != shape:
             raise OptionError(f"{op}: {name} is {list(added)}, but the result needs {list(shape)}")
     return columns
@@ -97,10 +103,11 @@ def check_parts(
     bias: mx.array | None = None,
     residual: mx.array | None = None,
     norm_weight: mx.array | None = None,
+    row_gate: mx.array | None = None,
     eps: float | None = None,
 ) -> int:
     """`check` of the parts themselves."""
-    optional = (None if part is None else part.shape for part in (bias, residual, norm_weight))
+    optional = (None if part is None else part.shape for part in (bias, residual, norm_weight, row_gate))
     matrix = (weight.shape, weight.dtype, scales.shape, biases.shape, (scales.dtype, biases.dtype))
     return check(op, None if x is None else x.shape, *matrix, bits, group_size, *optional, eps)
 
@@ -116,6 +123,7 @@ def affine_matmul_reference(
     bias=None,
     norm_weight=None,
     eps=None,
+    row_gate=None,
     residual=None,
     softcap=None,
 ) -> mx.array:
@@ -136,6 +144,8 @@ def affine_matmul_reference(
         y = y + bias.astype(mx.float32)
     if softcap is not None:
         y = softcap * mx.tanh(y / softcap)
+    if row_gate is not None:
+        y = y * mx.sigmoid(row_gate.astype(mx.float32))
     if residual is not None:
         y = y + residual.astype(mx.float32)
     return y.astype(x.dtype)
@@ -152,6 +162,7 @@ def affine_matmul(
     bias: mx.array | None = None,
     norm_weight: mx.array | None = None,
     eps: float | None = None,
+    row_gate: mx.array | None = None,
     residual: mx.array | None = None,
     softcap: float | None = None,
     backend: Backend,
@@ -159,12 +170,13 @@ def affine_matmul(
     """``softcap(norm(x) @ W.T + bias) + residual`` for an affine-quantized ``W [N, K]``; what is None is left out.
 
     ``x [..., K]`` -> ``[..., N]`` in the dtype of ``x``; ``bias [N]``, ``residual [..., N]``. ``norm_weight [K]`` with
-    ``eps`` stands for `norm.rms_norm` of ``x``; ``softcap`` c for c tanh(y / c), as on Gemma's logits. Up to 8 rows run
-    in our kernel. Without it and for more rows, GPUs use MLX's product, and a CPU MLX's for one or two rows in float32
-    and numpy's BLAS on dequantized tiles for more. Raises OptionError for parts that do not fit.
+    ``eps`` stands for `norm.rms_norm` of ``x``; ``softcap`` c for c tanh(y / c), as on Gemma's logits. ``row_gate [...,
+    1]`` are logits by whose sigmoids rows are multiplied before ``residual`` is added. Up to 8 rows run in our kernel.
+    Without it and for more rows, GPUs use MLX's product, and a CPU MLX's for one or two rows in float32 and numpy's
+    BLAS on dequantized tiles for more. Raises OptionError for parts that do not fit.
     """
     matrix = {"bits": bits, "group_size": group_size}
-    around = {"bias": bias, "residual": residual, "norm_weight": norm_weight, "eps": eps}
+    around = {"bias": bias, "residual": residual, "norm_weight": norm_weight, "row_gate": row_gate, "eps": eps}
     check_parts("affine_matmul", x, weight, scales, biases, **matrix, **around)
     if x.size == 0:
         return mx.zeros((*x.shape[:-1], weight.shape[0]), dtype=x.dtype)
@@ -173,7 +185,7 @@ def affine_matmul(
     if gemv.serves(AFFINE_MATMUL, x, weight, backend):
         backend.count(AFFINE_MATMUL.name, "kernel")
         form = gemv.Form(eps=eps or 0.0, softcap=softcap, residual=residual is not None)
-        options = {"norm_weight": norm_weight, "bias": bias, "residual": residual}
+        options = {"norm_weight": norm_weight, "bias": bias, "row_gate": row_gate, "residual": residual}
         return gemv.gemv(x, weight, scales, biases, **matrix, form=form, **options, backend=backend)
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, eps=eps, backend=backend)
@@ -183,7 +195,7 @@ def affine_matmul(
     else:
         backend.count(AFFINE_MATMUL.name, "mlx")
         if backend.device == "cpu":
-            options = {"bias": bias, "residual": residual, "softcap": softcap}
+            options = {"bias": bias, "row_gate": row_gate, "residual": residual, "softcap": softcap}
             return affine_matmul_reference(x, weight, scales, biases, **matrix, **options)
         # MLX's GPU products accumulate in float32, so the activations stay in their own dtype there.
         if x.shape[-1] < GPU_PRODUCT_COLUMNS:
@@ -194,6 +206,8 @@ def affine_matmul(
         y = y if bias is None else y + bias
     if softcap is not None:
         y = softcap * mx.tanh(y / softcap)
+    if row_gate is not None:
+        y = y * mx.sigmoid(row_gate.astype(mx.float32)).astype(y.dtype)
     return (y if residual is None else y + residual).astype(x.dtype)
 
 

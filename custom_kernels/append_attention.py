@@ -104,9 +104,9 @@ def append_attention(
 ) -> mx.array:
     """Attention of ``qkv [B, L, (H + 2 KV) * D]`` over ``cache [2, B, KV, capacity, D]``, where it writes its rows.
 
-    Returns ``[B, L, H * D]``, which is multiplied by the sigmoids of the gates of ``gated`` queries. `rotary.qkv_append`
-    says what happens to the rows and to ``cache``, `rotary.appends` for what this is, and `sdpa.cache_attention` what the
-    attention is. Raises OptionError as they do.
+    Returns ``[B, L, H * D]``, which is multiplied by the sigmoids of the gates of ``gated`` queries.
+    `rotary.qkv_append` says what happens to the rows and to ``cache``, `rotary.appends` for what this is, and
+    `sdpa.cache_attention` what the attention is. Raises OptionError as they do.
     """
     sizes = {"heads": heads, "kv_heads": kv_heads, "eps": eps, "centered": centered, "gated": gated}
     if not fuses(qkv, cache, window, backend):

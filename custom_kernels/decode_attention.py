@@ -18,7 +18,10 @@ PARTIAL = Kernel(
     headers=("attention",),
 )
 COMBINE = Kernel(
-    "attention_decode_combine", inputs=("parts", "peaks", "totals", "sinks", "gates"), outputs=("y",), headers=("attention",)
+    "attention_decode_combine",
+    inputs=("parts", "peaks", "totals", "sinks", "gates"),
+    outputs=("y",),
+    headers=("attention",),
 )
 ROWS = 8
 """Query rows up to which the kernels are used: more belong to a matrix product."""

@@ -75,7 +75,7 @@ def _unit(x: mx.array) -> mx.array:
 
 
 def _mixed(projected: mx.array, tail: mx.array, weights: DeltaWeights, sizes: tuple[int, int, int, int]):
-    """The rule's inputs but the state, float32, with queries and keys of all H heads, and the gates ``[B, L, H, Dv]``."""
+    """The rule's inputs but the state, with queries and keys of all H heads, and the gates: float32."""
     groups, heads, key_dim, value_dim = sizes
     (batch, length, _), taps = projected.shape, tail.shape[1] + 1
     keys, channels = groups * key_dim, tail.shape[2]
@@ -100,7 +100,7 @@ def _answer(y: mx.array, z: mx.array, weights: DeltaWeights, dtype: mx.Dtype) ->
 
 def gated_delta_reference(projected, tail, state, weights: DeltaWeights, *, rule=delta_rule):
     """Definition of `gated_delta`."""
-    inputs, z = _mixed(projected, tail, weights, _sizes(GATED_DELTA.name, projected, tail.shape, state.shape, weights))
+    inputs, z = _mixed(projected, tail, weights, _sizes(GATED_DELTA.name, projected, tail, state, weights))
     length, rows, before = projected.shape[1], [], None
     for start, end in ((0, length - 1), (length - 1, length)):
         if end > start:
@@ -121,27 +121,35 @@ def gated_delta_step_reference(projected, tail, state, start, weights: DeltaWeig
     return y, tail, state
 
 
-def _sizes(op: str, projected: mx.array, tail, state, weights: DeltaWeights) -> tuple[int, int, int, int]:
-    """``(G, H, Dk, Dv)`` of parts that belong together; ``tail`` and ``state`` are shapes. Raises OptionError."""
-    if len(tail) == 3 and len(state) == 4 and projected.ndim == 3 and projected.shape[1] > 0:
-        (batch, length, width), (_, heads, value_dim, key_dim), channels = projected.shape, state, tail[2]
+def _sizes(
+    op: str, projected: mx.array, tail: mx.array, state: mx.array, weights: DeltaWeights, *, slots: bool = False
+) -> tuple[int, int, int, int]:
+    """``(G, H, Dk, Dv)`` of parts that belong together; with ``slots``, ``tail`` and ``state`` have one more axis in
+    front. Raises OptionError."""
+    kept, held = tail.shape[slots:], state.shape[slots:]
+    if len(kept) == 3 and len(held) == 4 and projected.ndim == 3 and projected.shape[1] > 0:
+        (batch, _, width), (_, heads, value_dim, key_dim), channels = projected.shape, held, kept[2]
         groups, rest = divmod(channels - heads * value_dim, 2 * key_dim)
         learned = weights.convolution.shape[0], weights.convolution.size, weights.norm.shape
         if (
             not rest
             and groups > 0
             and heads % groups == 0
-            and tail[0] == state[0] == batch
+            and kept[0] == held[0] == batch
+            and (not slots or tail.shape[0] == state.shape[0] > 1)
             and width == channels + heads * (value_dim + 2)
-            and learned == (channels, channels * (tail[1] + 1), (value_dim,))
+            and learned == (channels, channels * (kept[1] + 1), (value_dim,))
             and weights.a_log.shape == weights.dt_bias.shape == (heads,)
+            and (tail.dtype, state.dtype) == (projected.dtype, mx.float32)
         ):
             return groups, heads, key_dim, value_dim
+    given = {"projected": projected, "tail": tail, "state": state, "convolution": weights.convolution}
+    given |= {"a_log": weights.a_log, "dt_bias": weights.dt_bias, "norm": weights.norm}
+    found = ", ".join(f"{name} {array.dtype} {list(array.shape)}" for name, array in given.items())
+    front = "S, " if slots else ""
     raise OptionError(
-        f"{op}: projected {list(projected.shape)}, tail {list(tail)}, state {list(state)}, convolution "
-        f"{list(weights.convolution.shape)}, a_log {list(weights.a_log.shape)}, dt_bias {list(weights.dt_bias.shape)} and "
-        f"norm {list(weights.norm.shape)} do not fit [B, L, C + H (Dv + 2)], [B, T - 1, C], [B, H, Dv, Dk], [C, T, 1], [H], "
-        "[H] and [Dv]"
+        f"{op}: {found} do not fit projected [B, L, C + H (Dv + 2)], tail [{front}B, T - 1, C] of its dtype, state "
+        f"float32 [{front}B, H, Dv, Dk], convolution [C, T, 1], a_log [H], dt_bias [H], norm [Dv]"
     )
 
 
@@ -210,13 +218,13 @@ def gated_delta(
 
     ``projected [B, L, C + H (Dv + 2)]`` are the rows of queries, keys and values, of the gates, and of the logits of
     each head's strength and decay, side by side; ``tail [B, T - 1, C]`` are the rows before them that the convolution
-    needs, zeros where a sequence begins, and ``state [B, H, Dv, Dk]`` is float32. Gives ``[B, L, H Dv]`` in the dtype of
-    ``projected``, and two states; the first is None for a single token, which begins with it. Runs in our kernel, otherwise
-    through `mx.fast.gated_delta_update`. Raises OptionError for parts that do not fit.
+    needs, zeros where a sequence begins, and ``state [B, H, Dv, Dk]`` is float32. Gives ``[B, L, H Dv]`` in the dtype
+    of ``projected``, and two states; the first is None for a single token, which begins with it. Runs in our kernel,
+    otherwise through `mx.fast.gated_delta_update`. Raises OptionError for parts that do not fit.
     """
-    sizes = _sizes(GATED_DELTA.name, projected, tail.shape, state.shape, weights)
+    sizes = _sizes(GATED_DELTA.name, projected, tail, state, weights)
     # Metal gives arrays under eight elements another address space.
-    if GATED_DELTA.serves(backend, projected.dtype, tail.dtype) and min(tail.size, state.size, projected.size) >= 8:
+    if GATED_DELTA.serves(backend, projected.dtype) and min(tail.size, state.size, projected.size) >= 8:
         y, *states = _run(GATED_DELTA, projected, tail, state, None, weights, sizes, backend)
         return y, states[0] if len(states) > 1 else None, states[-1]
     backend.count(GATED_DELTA.name, "mlx")
@@ -224,7 +232,7 @@ def gated_delta(
 
 
 def steps(projected: mx.array, backend: Backend) -> bool:
-    """Whether `gated_delta_step` takes these rows: one token of a sequence, in a dtype that the back end computes in."""
+    """Whether `gated_delta_step` takes these rows: one a sequence, in a dtype that the back end computes in."""
     return projected.size >= 8 and GATED_DELTA_STEP.serves(backend, projected.dtype, rows=projected.shape[1])
 
 
@@ -233,10 +241,10 @@ def gated_delta_step(
 ) -> mx.array:
     """`gated_delta` of one token that writes the new state itself, for what `steps` accepts.
 
-    ``tail [S, B, T - 1, C]`` and ``state [S, B, H, Dv, Dk]``, S at least 2, evaluated or not, are changed: what is after
-    p tokens lies in slot ``p % S``, ``start``, an int32 array ``[1]``, is their number, and the slot after it is written. MLX
-    does not know of it: wait for the result, or for what is computed from it, before they are read by anything else.
-    Raises OptionError for parts that do not fit.
+    ``tail [S, B, T - 1, C]`` and ``state [S, B, H, Dv, Dk]``, S at least 2, evaluated or not, are changed: what is
+    after p tokens lies in slot ``p % S``, ``start``, an int32 array ``[1]``, is their number, and the slot after it is
+    written. MLX does not know of it: wait for the result, or for what is computed from it, before they are read by
+    anything else. Raises OptionError for parts that do not fit.
     """
-    sizes = _sizes(GATED_DELTA_STEP.name, projected, tail.shape[1:], state.shape[1:], weights)
+    sizes = _sizes(GATED_DELTA_STEP.name, projected, tail, state, weights, slots=True)
     return _run(GATED_DELTA_STEP, projected, tail, state, start, weights, sizes, backend)[0]

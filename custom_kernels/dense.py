@@ -89,7 +89,7 @@ def dense_matmul(x: mx.array, weight: mx.array, *, bias: mx.array | None = None,
             call = plan(backend.name, part.shape, most, weight.shape[0], *dtypes)
             return backend.launch(call, (weight, part, bias))[0]
 
-        return in_parts(launch, x, None, TOGETHER[backend.name], (*x.shape[:-1], weight.shape[0]))
+        return in_parts(launch, x, (), TOGETHER[backend.name], (*x.shape[:-1], weight.shape[0]))
     if backend.device == "cpu":
         backend.count(DENSE_MATMUL.name, "blas")
         return blas.dense_matmul(x, weight, bias=bias)

@@ -158,13 +158,13 @@ def qkv_epilogue(
 
     Returns ``q [B, H, L, D]`` and ``kv [2, B, KV, L, D]``, keys first, in the dtype of ``qkv``. Pairs ``(i, i + P)`` of
     the first ``2 P`` dimensions turn by ``rotation [L, P, 2]`` (see `rotation_table`). ``q_norm [D]``, ``k_norm [D]``
-    with ``eps`` stand for `norm.rms_norm` of each head before, stored less 1 where ``centered``, ``value_norm`` for that
-    of values, without a weight.
+    with ``eps`` stand for `norm.rms_norm` of each head before, stored less 1 where ``centered``, ``value_norm`` for
+    that of values, without a weight.
 
     With ``shared_values`` the rows of keys, before norm and rotation, are the values too, and ``qkv`` is ``[B, L, (H +
-    KV) * D]``. With ``gated`` every query head is followed by one of gates, which are left alone: ``qkv`` is ``[B, L, (2 H
-    + 2 KV) * D]``. With ``kv_heads`` 0 there are queries alone, and None for ``kv``. Raises OptionError for shapes that
-    do not fit.
+    KV) * D]``. With ``gated`` every query head is followed by one of gates, which are left alone: ``qkv`` is ``[B, L,
+    (2 H + 2 KV) * D]``. With ``kv_heads`` 0 there are queries alone, and None for ``kv``. Raises OptionError for shapes
+    that do not fit.
     """
     form = Form(heads, kv_heads, eps, value_norm, shared_values, centered, gated)
     _check("qkv_epilogue", qkv.shape, rotation, form, q_norm, k_norm)

@@ -134,9 +134,9 @@ def cache_attention(
 
     ``q [B, H, L, D]``, ``kv [2, B, KV, capacity, D]`` with keys first -> ``[B, L, H * D]``, which is what an output
     projection takes. ``start`` is an int32 array ``[1]``, the position of the first query, read on the device; the keys
-    are the first ``start + L`` rows, or all where there are no more. ``gates [B, L, S * D]`` are a joint projection, of whose
-    S heads the second, fourth and so on up to the 2 H-th hold logits: the result is multiplied by their sigmoids. Raises
-    OptionError for shapes that do not fit.
+    are the first ``start + L`` rows, or all where there are no more. ``gates [B, L, S * D]`` are a joint projection, of
+    whose S heads the second, fourth and so on up to the 2 H-th hold logits: the result is multiplied by their sigmoids.
+    Raises OptionError for shapes that do not fit.
     """
     batch, heads, length, head_dim = q.shape
     kv_heads, capacity = kv.shape[2], kv.shape[3]

@@ -91,8 +91,8 @@ class GatedDeltaNet(Module):
     def _keep(
         self, cache: RecurrentState, rows: mx.array, length: int, before: mx.array | None, after: mx.array
     ) -> None:
-        """Leave the states of ``length`` tokens, of which ``rows`` are the last, in ``cache``: that before the last token by
-        itself, so that its step can be taken back."""
+        """Leave the states of ``length`` tokens, of which ``rows`` are the last, in ``cache``: that before the last
+        token by itself, so that its step can be taken back."""
         taps = self._tail[0] + 1
         if before is not None:
             cache[0], cache[1] = rows[:, -taps:-1], before

@@ -91,10 +91,11 @@ class AffineLinear(Module):
         x: mx.array,
         *,
         norm: RMSNorm | None = None,
+        row_gate: mx.array | None = None,
         residual: mx.array | None = None,
         softcap: float | None = None,
     ) -> mx.array:
-        """``norm`` is applied to ``x`` before, ``residual`` is added after; see `affine_matmul` for ``softcap``."""
+        """``norm`` is applied to ``x`` before, ``residual`` is added after; see `affine_matmul` for the others."""
         return affine_matmul(
             x,
             self["weight"],
@@ -105,6 +106,7 @@ class AffineLinear(Module):
             bias=self.get("bias"),
             norm_weight=None if norm is None else norm["weight"],
             eps=None if norm is None else norm.eps,
+            row_gate=row_gate,
             residual=residual,
             softcap=softcap,
             backend=self._backend,
@@ -294,13 +296,21 @@ def plain_attention(
     return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sinks)
 
 
-def project(linear: nn.Module, x: mx.array, *, norm: nn.Module | None = None, residual: mx.array | None = None):
-    """``linear(norm(x)) + residual``, as one operation where this package's modules allow it."""
+def project(
+    linear: nn.Module,
+    x: mx.array,
+    *,
+    norm: nn.Module | None = None,
+    row_gate: mx.array | None = None,
+    residual: mx.array | None = None,
+):
+    """``linear(norm(x)) * sigmoid(row_gate) + residual``, as one operation where this package's modules allow it."""
     if norm is not None and not (isinstance(linear, AffineLinear) and isinstance(norm, RMSNorm) and not norm.centered):
         x, norm = norm(x), None
     if isinstance(linear, AffineLinear):
-        return linear(x, norm=norm, residual=residual)
+        return linear(x, norm=norm, row_gate=row_gate, residual=residual)
     y = linear(x)
+    y = y if row_gate is None else y * mx.sigmoid(row_gate).astype(y.dtype)
     return y if residual is None else residual + y
 
 

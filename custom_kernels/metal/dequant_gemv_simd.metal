@@ -3,7 +3,7 @@
     //   NORM      x[m] is RMS-normalized and multiplied by norm_weight first
     //   BIAS      W x + bias
     //   GATED     the rows of W are gate rows, then as many up rows, to which ACTIVATION is applied
-    //   SOFTCAP   y = cap tanh(y / cap);   RESIDUAL  y += residual
+    //   SOFTCAP   y = cap tanh(y / cap);   ROW_GATE  y[m] *= sigmoid(row_gate[m]);   RESIDUAL  y += residual
     //   ARGMAX    instead of y, the largest value of the threadgroup's rows and the first row that has it
     // A simdgroup takes ROWS output rows at a time, as often as the grid makes necessary. Per block of 32 columns with
     // scale s and bias b, sum (s q + b) x = s sum q x + b sum x, so a weight is never dequantized. Weights are loaded
@@ -265,6 +265,9 @@
           }
           if (SOFTCAP) {
             value = as_type<float>(CAP_BITS) * tanh(value / as_type<float>(CAP_BITS));
+          }
+          if (ROW_GATE) {
+            value *= sigmoid(float(row_gate[m]));
           }
           if (RESIDUAL) {
             value += float(residual[m * OUT + n]);

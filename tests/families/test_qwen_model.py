@@ -64,12 +64,3 @@ def test_a_long_prompt_is_not_kept_by_its_last_rows():
     mx.eval(model(mx.array([[1] * 1024]), cache=caches)[0, -1, 0], [cache.arrays for cache in caches])
     held = sum(cache.nbytes for cache in caches)
     assert mx.get_active_memory() - before < 1.5 * held
-
-
-def test_a_decode_step_says_why_it_is_not_one_piece(tmp_path):
-    from turbospark_mlx.testing import make_tiny_install
-
-    with Runner.open(make_tiny_install("qwen", tmp_path / "x.gturbo")) as runner:
-        runner.prefill(PROMPT[:3])
-        runner.decode(1)
-        assert "one operation after the other" in runner.report().decode_step

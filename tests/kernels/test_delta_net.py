@@ -1,5 +1,7 @@
 """Gated DeltaNet on every back end of a CPU, against numpy float64 written from the equations."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from tests.kernels.oracle import normal
 from turbospark_mlx import custom_kernels as ck
 from turbospark_mlx.custom_kernels import delta_net
 from turbospark_mlx.custom_kernels.backends import compiler
+from turbospark_mlx.errors import OptionError
 
 EPS = 1e-3
 HOST = pytest.param("host", marks=pytest.mark.skipif(not compiler.candidates(), reason="no C++ compiler"))
@@ -117,3 +120,76 @@ def test_a_step_reads_one_slot_and_writes_the_next(sizes, at):
         for slot in (at % 3, (at + 2) % 3):
             np.testing.assert_array_equal(np.array(new_tails[slot]), kept[0][slot])
             np.testing.assert_array_equal(np.array(new_slots[slot]), kept[1][slot])
+
+
+def test_gates_at_their_ends(backend):
+    """Decays that round to 0 and to 1 in float32, and a small softplus, of which 1 + e^x keeps no digits."""
+    projected, tail, state, weights = case(SIZES[0], 6)
+    heads = state.shape[1]
+    logits = np.tile([[-60.0], [-17.0], [-9.0], [0.0], [40.0], [200.0]], (1, 1, heads)).astype(np.float32)
+    projected[..., -heads:] = mx.array(logits)
+    weights = replace(weights, dt_bias=mx.zeros(heads), a_log=mx.full((heads,), 2.5))
+    y, states = expected(projected, tail, state, weights)
+    for length in range(1, 7):
+        answers, _, after = ck.gated_delta(projected[:, :length], tail, state, weights, backend=backend)
+        near(answers, y[:, :length])
+        near(after, states[length - 1])
+
+
+def test_tokens_that_are_nearly_alike(backend):
+    """Strong corrections of nearly the same key, over and over: what cancels must not be what is left."""
+    projected, tail, state, weights = case(SIZES[0], 1)
+    channels, heads = tail.shape[-1], state.shape[1]
+    projected = mx.repeat(projected, 128, axis=1) + 0.01 * normal(np.random.default_rng(1), 1, 128, projected.shape[2])
+    projected[..., channels + heads * state.shape[2] :] = mx.array([6.0] * heads + [-30.0] * heads)
+    y, states = expected(projected, tail, state, weights)
+    answers, _, after = ck.gated_delta(projected, tail, state, weights, backend=backend)
+    near(answers, y, 2e-5)
+    near(after, states[-1], 2e-5)
+
+
+def test_half_precision_and_gradients():
+    """By MLX on a CPU, in float32 within."""
+    backend = ck.backends.select("reference" if not compiler.candidates() else "host")
+    projected, tail, state, weights = case(SIZES[0], 5, dtype=mx.bfloat16)
+    y, states = expected(projected, tail, state, weights)
+    answers, before, after = ck.gated_delta(projected, tail, state, weights, backend=backend)
+    assert answers.dtype == mx.bfloat16
+    near(answers, y, 1e-2)
+    near(after, states[-1])
+    near(before, states[-2])
+    assert backend.counters == {("gated_delta", "mlx"): 1}
+    assert not delta_net.steps(projected[:, :1], backend)
+
+    plain, given = ck.backends.select("reference"), (projected.astype(mx.float32), tail.astype(mx.float32), state)
+
+    def loss(projected, state, by=delta_net.gated_delta_reference, **more):
+        return (by(projected, given[1], state, weights, **more)[0] ** 2).sum()
+
+    for one, other in zip(
+        mx.grad(lambda *a: loss(*a, ck.gated_delta, backend=plain), (0, 1))(given[0], state),
+        mx.grad(loss, (0, 1))(given[0], state),
+        strict=True,
+    ):
+        near(one, oracle.float64(other), 1e-5)
+
+
+def test_parts_that_do_not_fit_are_named(backend):
+    projected, tail, state, weights = case(SIZES[0], 2)
+    for wrong in (
+        (projected[..., 1:], tail, state, weights),
+        (projected, tail[:, 1:], state, weights),
+        (projected, tail.astype(mx.float16), state, weights),
+        (projected, tail, state[..., 1:], weights),
+        (projected, tail, state.astype(mx.float16), weights),
+        (projected, tail, state, replace(weights, a_log=weights.a_log[1:])),
+        (projected, tail, state, replace(weights, norm=weights.norm[1:])),
+        (projected[:, :0], tail, state, weights),
+    ):
+        with pytest.raises(OptionError, match=r"gated_delta: projected mlx.core.float32 \[1, .* do not fit"):
+            ck.gated_delta(*wrong, backend=backend)
+    with pytest.raises(OptionError, match=r"activation='tanh'; choose one of silu, sigmoid"):
+        replace(weights, activation="tanh")
+    slots = tail[None], state[None]
+    with pytest.raises(OptionError, match=r"gated_delta_step: .* do not fit .* tail \[S, B"):
+        ck.gated_delta_step(projected[:, :1], *slots, mx.zeros(1, mx.int32), weights, backend=backend)

@@ -327,7 +327,9 @@ def test_answers_times_gates(backend, rng, length, capacity):
     plain = oracle.float64(ck.cache_attention(q, kv, mx.array([start], mx.int32), **options, backend=backend))
     expected = plain / (1 + np.exp(-gates.reshape(1, length, -1)))
     given = (q, kv, mx.array([start], mx.int32))
-    assert oracle.relative_error(ck.cache_attention(*given, gates=projected, **options, backend=backend), expected) < 1e-5
+    assert (
+        oracle.relative_error(ck.cache_attention(*given, gates=projected, **options, backend=backend), expected) < 1e-5
+    )
     assert oracle.relative_error(sdpa.cache_attention_reference(*given, gates=projected, **options), expected) < 1e-5
     with pytest.raises(OptionError, match=r"gates \[1, 1, 64\]"):
         ck.cache_attention(*given, gates=mx.zeros((1, 1, 64)), **options, backend=backend)

@@ -106,7 +106,8 @@ class RecurrentState:
         """Make room for the state behind one more token; returns the buffers ``[SLOTS, ...]`` of both arrays.
 
         ``shapes`` and ``dtypes`` of the arrays are for the first token of all. A kernel then reads slot ``offset %
-        SLOTS``, with the offset of before, and writes the next one itself; an output of that kernel is given to `written`.
+        SLOTS``, with the offset of before, and writes the next one itself; an output of that kernel is given to
+        `written`.
         """
         last = self._points[-1]
         if last.placed:
