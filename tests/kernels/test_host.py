@@ -124,6 +124,17 @@ def test_gated_products(backend, rng, rows, activation, limit):
     assert backend.counters == {("gated_affine_matmul", "kernel"): 1}
 
 
+@pytest.mark.parametrize("rows", [1, 3, 6, 9])
+def test_rows_times_gates(backend, rng, rows):
+    """Before the residual is added; more rows than are read together have each its own."""
+    matrix = oracle.random_affine(rng, 45, 96, 4, 32, mx.float16)
+    x, residual, gate = normal(rng, 1, rows, 96), normal(rng, 1, rows, 45), normal(rng, 1, rows, 1) * 3
+    product = oracle.float64(x) @ oracle.unpack(*matrix, 4, 32).T
+    expected = product / (1 + np.exp(-oracle.float64(gate))) + oracle.float64(residual)
+    options = {"bits": 4, "group_size": 32, "residual": residual, "row_gate": gate}
+    assert oracle.relative_error(ck.affine_matmul(x, *matrix, **options, backend=backend), expected) < 1e-5
+
+
 @pytest.mark.parametrize("softcap", [0.5, 1e4])
 def test_a_softcapped_head(backend, rng, softcap):
     matrix = oracle.random_affine(rng, 301, 96, 8, 32, mx.float16)

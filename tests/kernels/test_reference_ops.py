@@ -199,6 +199,15 @@ def test_softcap_stands_between_the_bias_and_the_residual(backend, rng, rows):
         affine.affine_matmul_reference(x, *matrix, **options),
     ):
         assert oracle.relative_error(y, expected) < 1e-5
+    gate = normal(rng, rows, 1) * 3
+    expected = 3 * np.tanh(product / 3) / (1 + np.exp(-oracle.float64(gate))) + oracle.float64(residual)
+    for y in (
+        ck.affine_matmul(x, *matrix, **options, row_gate=gate, backend=backend),
+        affine.affine_matmul_reference(x, *matrix, **options, row_gate=gate),
+    ):
+        assert oracle.relative_error(y, expected) < 1e-5
+    with pytest.raises(OptionError, match=rf"row_gate is \[{rows}, 45\], but the result needs \[{rows}, 1\]"):
+        ck.affine_matmul(x, *matrix, **options, row_gate=residual, backend=backend)
     with pytest.raises(OptionError, match="softcap is 0"):
         ck.affine_matmul(x, *matrix, **(options | {"softcap": 0.0}), backend=backend)
 

@@ -99,6 +99,21 @@ def epilogue(backend, length, heads, kv_heads, head_dim, dtype, *, normed):
     return call, arrays
 
 
+def gated_epilogue(backend, length, heads, kv_heads, head_dim, pairs, dtype, *, centered):
+    """Queries with gates between them, of which a part turns."""
+    arrays = [
+        normal(1, length, 2 * (heads + kv_heads) * head_dim, dtype=dtype),
+        normal(length, pairs, 2),
+        *[normal(head_dim, dtype=dtype)] * 2,
+    ]
+    sizes = {"heads": heads, "kv_heads": kv_heads, "gated": True, "centered": centered, "eps": 1e-6}
+
+    def call(qkv, rotation, q_norm, k_norm):
+        return ck.qkv_epilogue(qkv, rotation, q_norm=q_norm, k_norm=k_norm, **sizes, backend=backend)
+
+    return call, arrays
+
+
 def value_epilogue(backend, length, heads, kv_heads, head_dim, dtype, *, shared_values):
     """Values normalized, and taken from the rows of keys or stored; or queries alone."""
     stored, weights = heads + kv_heads * (1 if shared_values else 2), 2 if kv_heads else 1
@@ -164,15 +179,18 @@ def delta(backend, length, groups, heads, key_dim, value_dim, dtype, *, taps=4, 
     return call, arrays
 
 
-def step(backend, length, capacity, start, head_dim, dtype, *, window=None, normed=False, sinks=False):
-    """Attention of a decode step over a cache that the rows are first written into, in place."""
+def step(backend, length, capacity, start, head_dim, dtype, *, window=None, normed=False, sinks=False, pairs=None):
+    """Attention of a decode step over a cache that the rows are first written into, in place. With ``pairs`` that turn,
+    queries are gated and norms stored less 1."""
     sizes, options = {"heads": 4, "kv_heads": 2}, {"scale": 0.125, "mask": "causal", "window": window}
+    if pairs is not None:
+        sizes |= {"gated": True, "centered": True}
     optional = {"q_norm": normal(head_dim, dtype=dtype), "k_norm": normal(head_dim, dtype=dtype)} if normed else {}
     if sinks:
         optional["sinks"] = normal(4, dtype=dtype)
     arrays = [
-        normal(1, length, 8 * head_dim, dtype=dtype),
-        normal(length, head_dim // 2, 2),
+        normal(1, length, (8 if pairs is None else 12) * head_dim, dtype=dtype),
+        normal(length, head_dim // 2 if pairs is None else pairs, 2),
         normal(2, 1, 2, capacity, head_dim, dtype=dtype),
         mx.array([start], dtype=mx.int32),
         *optional.values(),
@@ -264,6 +282,8 @@ def variants(backend: Backend) -> Iterator[Call]:
     for rows in (1, 3, 8):
         yield affine(backend, rows, 14336, 42, 4, 64, mx.bfloat16, mx.bfloat16)
         yield affine(backend, rows, 28672, 42, 8, 128, mx.float32, mx.float32, residual=(rows, 42))
+        around = {"row_gate": (rows, 1), "residual": (rows, 42)}
+        yield affine(backend, rows, 512, 42, 4, 64, mx.bfloat16, mx.bfloat16, **around)
         gated = {"op": ck.gated_affine_matmul, "norm_weight": (4096,)}
         yield affine(backend, rows, 4096, 42, 4, 64, mx.bfloat16, mx.bfloat16, **gated)
         yield affine(backend, rows, 1792, 300, 4, 64, mx.float16, mx.float16, op=ck.greedy_head)
@@ -287,6 +307,8 @@ def variants(backend: Backend) -> Iterator[Call]:
     for dtype in DTYPES:
         yield epilogue(backend, 1, 32, 8, 128, dtype, normed=False)
         yield epilogue(backend, 3, 4, 2, 64, dtype, normed=True)
+        yield gated_epilogue(backend, 1, 6, 2, 256, 32, dtype, centered=True)
+        yield gated_epilogue(backend, 9, 3, 1, 48, 8, dtype, centered=False)
         yield value_epilogue(backend, 1, 16, 8, 256, dtype, shared_values=False)
         yield value_epilogue(backend, 3, 4, 2, 512, dtype, shared_values=True)
         yield value_epilogue(backend, 2, 8, 0, 64, dtype, shared_values=False)
@@ -318,6 +340,9 @@ def variants(backend: Backend) -> Iterator[Call]:
         yield step(backend, 1, 17, 40, 80, dtype, sinks=True)
         yield step(backend, 1, 1100, 1050, 128, dtype)
         yield step(backend, 3, 40, 30, 64, dtype, window=9)
+        yield step(backend, 1, 40, 21, 256, dtype, normed=True, pairs=32)
+        yield step(backend, 1, 1100, 1050, 256, dtype, normed=True, pairs=32)
+        yield step(backend, 3, 40, 30, 80, dtype, normed=True, pairs=10)
         yield delta(backend, 1, 2, 4, 128, 128, dtype, placed=True)
         yield delta(backend, 1, 1, 3, 128, 128, dtype, activation="sigmoid", placed=True)
         yield delta(backend, 19, 1, 2, 128, 128, dtype)
@@ -387,6 +412,7 @@ def awkward(backend: Backend) -> Iterator[Call]:
         yield delta(backend, 1, 3, 9, 33, 70, dtype, taps=3, placed=True)
         yield delta(backend, 40, 2, 4, 192, 96, dtype)
         yield delta(backend, 1, 1, 1, 16, 300, dtype)
+        yield step(backend, 2, 300, 280, 96, dtype, normed=True, pairs=5)
         yield epilogue(backend, 31, 3, 1, 80, dtype, normed=True)
         for shape in ((577,), (1, 33, 4099), (3, 5, 2, 31)):
             yield from norms(backend, shape, dtype, mx.float16)
