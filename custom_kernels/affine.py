@@ -123,6 +123,7 @@ def affine_matmul_reference(
     bias=None,
     norm_weight=None,
     eps=None,
+    centered=False,
     row_gate=None,
     residual=None,
     softcap=None,
@@ -130,7 +131,7 @@ def affine_matmul_reference(
     """Definition of `affine_matmul`."""
     y = x.astype(mx.float32)
     if norm_weight is not None:
-        y = rms_norm_reference(y, norm_weight, eps=eps)
+        y = rms_norm_reference(y, norm_weight, eps=eps, centered=centered)
     y = mx.quantized_matmul(
         y,
         weight,
@@ -162,6 +163,7 @@ def affine_matmul(
     bias: mx.array | None = None,
     norm_weight: mx.array | None = None,
     eps: float | None = None,
+    centered: bool = False,
     row_gate: mx.array | None = None,
     residual: mx.array | None = None,
     softcap: float | None = None,
@@ -170,10 +172,10 @@ def affine_matmul(
     """``softcap(norm(x) @ W.T + bias) + residual`` for an affine-quantized ``W [N, K]``; what is None is left out.
 
     ``x [..., K]`` -> ``[..., N]`` in the dtype of ``x``; ``bias [N]``, ``residual [..., N]``. ``norm_weight [K]`` with
-    ``eps`` stands for `norm.rms_norm` of ``x``; ``softcap`` c for c tanh(y / c), as on Gemma's logits. ``row_gate [...,
-    1]`` are logits by whose sigmoids rows are multiplied before ``residual`` is added. Up to 8 rows run in our kernel.
-    Without it and for more rows, GPUs use MLX's product, and a CPU MLX's for one or two rows in float32 and numpy's
-    BLAS on dequantized tiles for more. Raises OptionError for parts that do not fit.
+    ``eps`` stands for `norm.rms_norm` of ``x``, stored less 1 where ``centered``; ``softcap`` c for c tanh(y / c), as
+    on Gemma's logits. ``row_gate [..., 1]`` are logits by whose sigmoids rows are multiplied before ``residual`` is
+    added. Up to 8 rows run in our kernel. Without it and for more rows, GPUs use MLX's product, and a CPU MLX's for one
+    or two rows in float32 and numpy's BLAS on dequantized tiles for more. Raises OptionError for parts that do not fit.
     """
     matrix = {"bits": bits, "group_size": group_size}
     around = {"bias": bias, "residual": residual, "norm_weight": norm_weight, "row_gate": row_gate, "eps": eps}
@@ -184,11 +186,11 @@ def affine_matmul(
         raise OptionError(f"affine_matmul: softcap is {softcap}; it is a positive number, or None for none")
     if gemv.serves(AFFINE_MATMUL, x, weight, backend):
         backend.count(AFFINE_MATMUL.name, "kernel")
-        form = gemv.Form(eps=eps or 0.0, softcap=softcap, residual=residual is not None)
+        form = gemv.Form(eps or 0.0, centered, softcap=softcap, residual=residual is not None)
         options = {"norm_weight": norm_weight, "bias": bias, "row_gate": row_gate, "residual": residual}
         return gemv.gemv(x, weight, scales, biases, **matrix, form=form, **options, backend=backend)
     if norm_weight is not None:
-        x = rms_norm(x, norm_weight, eps=eps, backend=backend)
+        x = rms_norm(x, norm_weight, eps=eps, centered=centered, backend=backend)
     if backend.device == "cpu" and x.size // x.shape[-1] >= BLAS_ROWS:
         backend.count(AFFINE_MATMUL.name, "blas")
         y = blas.affine_matmul(x, weight, scales, biases, **matrix, bias=bias, compiled=backend.name == "host")
@@ -237,9 +239,11 @@ def gated_affine_matmul_reference(
     bias=None,
     norm_weight=None,
     eps=None,
+    centered=False,
 ) -> mx.array:
     """Definition of `gated_affine_matmul`."""
-    options = {"bits": bits, "group_size": group_size, "bias": bias, "norm_weight": norm_weight, "eps": eps}
+    options = {"bits": bits, "group_size": group_size, "bias": bias}
+    options |= {"norm_weight": norm_weight, "eps": eps, "centered": centered}
     both = affine_matmul_reference(x.astype(mx.float32), weight, scales, biases, **options)
     return gate(both, activation, limit).astype(x.dtype)
 
@@ -257,6 +261,7 @@ def gated_affine_matmul(
     bias: mx.array | None = None,
     norm_weight: mx.array | None = None,
     eps: float | None = None,
+    centered: bool = False,
     backend: Backend,
 ) -> mx.array:
     """``act(norm(x) @ G.T) * (norm(x) @ U.T)``, where ``W [2 F, K]`` holds the rows of ``G`` and then those of ``U``.
@@ -275,9 +280,9 @@ def gated_affine_matmul(
         return mx.zeros((*x.shape[:-1], weight.shape[0] // 2), dtype=x.dtype)
     if gemv.serves(GATED_AFFINE_MATMUL, x, weight, backend):
         backend.count(GATED_AFFINE_MATMUL.name, "kernel")
-        form = gemv.Form(eps=eps or 0.0, activation=activation, limit=limit or 0.0)
+        form = gemv.Form(eps or 0.0, centered, activation=activation, limit=limit or 0.0)
         return gemv.gemv(x, weight, scales, biases, **options, form=form, backend=backend)
-    both = affine_matmul(x, weight, scales, biases, **options, eps=eps, backend=backend)
+    both = affine_matmul(x, weight, scales, biases, **options, eps=eps, centered=centered, backend=backend)
     return gate(both, activation, limit).astype(x.dtype)
 
 

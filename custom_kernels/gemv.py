@@ -52,6 +52,7 @@ class Form(NamedTuple):
     """What stands around a product, as far as it decides about the kernel's text."""
 
     eps: float = 0.0
+    centered: bool = False
     activation: Activation | None = None
     limit: float = 0.0
     softcap: float | None = None
@@ -144,6 +145,7 @@ def plan(
             ("AHEAD", sizes.ahead),
             ("TILE", tile),
             ("NORM", norm_dtype is not None),
+            ("CENTERED", form.centered),
             ("EPSILON_BITS", float_bits(form.eps)),
             ("BIAS", bias_dtype is not None),
             ("GATED", gated),

@@ -42,7 +42,7 @@ class FeedForward(Module):
         ``residual`` is added."""
         joint = self._gate_up.joint(self.gate_proj, self.up_proj)
         if joint is not None and "bias" not in joint:
-            if norm is not None and (not isinstance(norm, RMSNorm) or norm.centered):
+            if norm is not None and not isinstance(norm, RMSNorm):
                 x, norm = norm(x), None
             opened = joint.gated(x, norm=norm, activation=self._activation)
         else:

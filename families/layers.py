@@ -106,6 +106,7 @@ class AffineLinear(Module):
             bias=self.get("bias"),
             norm_weight=None if norm is None else norm["weight"],
             eps=None if norm is None else norm.eps,
+            centered=norm is not None and norm.centered,
             row_gate=row_gate,
             residual=residual,
             softcap=softcap,
@@ -124,6 +125,7 @@ class AffineLinear(Module):
             activation=activation,
             norm_weight=None if norm is None else norm["weight"],
             eps=None if norm is None else norm.eps,
+            centered=norm is not None and norm.centered,
             backend=self._backend,
         )
 
@@ -305,7 +307,7 @@ def project(
     residual: mx.array | None = None,
 ):
     """``linear(norm(x)) * sigmoid(row_gate) + residual``, as one operation where this package's modules allow it."""
-    if norm is not None and not (isinstance(linear, AffineLinear) and isinstance(norm, RMSNorm) and not norm.centered):
+    if norm is not None and not (isinstance(linear, AffineLinear) and isinstance(norm, RMSNorm)):
         x, norm = norm(x), None
     if isinstance(linear, AffineLinear):
         return linear(x, norm=norm, row_gate=row_gate, residual=residual)

@@ -1,6 +1,6 @@
     // y[m, n] = sum_k W[n, k] * x[m, k] over an affine-quantized W [N, K] for the first rows of x, at most M, with what
     // stands before and after it:
-    //   NORM      x[m] is RMS-normalized and multiplied by norm_weight first
+    //   NORM      x[m] is RMS-normalized and multiplied by norm_weight first, which is stored less 1 where CENTERED
     //   BIAS      W x + bias
     //   GATED     the rows of W are gate rows, then as many up rows, to which ACTIVATION is applied
     //   SOFTCAP   y = cap tanh(y / cap);   ROW_GATE  y[m] *= sigmoid(row_gate[m]);   RESIDUAL  y += residual
@@ -86,7 +86,7 @@
               Eight value = unpack_eight(values[i * M + m]);
               if (NORM) {
                 squares[m] = add_products(value, value, squares[m]);
-                value = value * unpack_eight(weights[i]);
+                value = value * (CENTERED ? unpack_eight(weights[i]) + 1.0f : unpack_eight(weights[i]));
               }
               peak[m] = max_abs(value, peak[m]);
             }
@@ -169,7 +169,7 @@
                 if (there) {
                   Eight value = unpack_eight(values[i * M + m]);
                   if (NORM) {
-                    value = value * unpack_eight(weights[i]);
+                    value = value * (CENTERED ? unpack_eight(weights[i]) + 1.0f : unpack_eight(weights[i]));
                   }
                   if (SCALED) {
                     value = value * factor[m];

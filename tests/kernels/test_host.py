@@ -92,16 +92,23 @@ def test_what_stands_around_the_product(backend, rng, columns, rows):
     bias, residual = normal(rng, out, dtype=mx.float16), normal(rng, 1, rows, out) * 100
     wide, added = oracle.float64(x), oracle.float64(residual) + oracle.float64(bias)
     normalized = rms_normalized(wide, oracle.float64(weight), 0.25)
+    centered = {"norm_weight": weight, "eps": 0.25, "centered": True}
+    shifted = rms_normalized(wide, oracle.float64(weight) + 1, 0.25)
     formats = {"bits": 4, "group_size": 32}
     for options, expected in (
         ({"bias": bias, "residual": residual}, wide @ full.T + added),
         ({"norm_weight": weight, "eps": 0.25}, normalized @ full.T),
+        (centered, shifted @ full.T),
         ({"norm_weight": weight, "eps": 0.25, "bias": bias, "residual": residual}, normalized @ full.T + added),
     ):
         y = ck.affine_matmul(x, *matrix, **formats, **options, backend=backend)
         assert oracle.relative_error(y, expected) < 1e-5
         assert oracle.relative_error(affine.affine_matmul_reference(x, *matrix, **formats, **options), expected) < 1e-5
-    for options, product in (({}, wide @ full.T), ({"norm_weight": weight, "eps": 0.25}, normalized @ full.T)):
+    for options, product in (
+        ({}, wide @ full.T),
+        ({"norm_weight": weight, "eps": 0.25}, normalized @ full.T),
+        (centered, shifted @ full.T),
+    ):
         gate, up = np.split(product, 2, axis=-1)
         expected = gate / (1 + np.exp(-np.maximum(gate, -700))) * up
         y = ck.gated_affine_matmul(x, *matrix, **formats, **options, backend=backend)

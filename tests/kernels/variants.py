@@ -284,6 +284,8 @@ def variants(backend: Backend) -> Iterator[Call]:
         yield affine(backend, rows, 28672, 42, 8, 128, mx.float32, mx.float32, residual=(rows, 42))
         around = {"row_gate": (rows, 1), "residual": (rows, 42)}
         yield affine(backend, rows, 512, 42, 4, 64, mx.bfloat16, mx.bfloat16, **around)
+        centered = {"norm_weight": (384,), "more": {"centered": True}}
+        yield affine(backend, rows, 384, 42, 4, 64, mx.bfloat16, mx.bfloat16, **centered)
         gated = {"op": ck.gated_affine_matmul, "norm_weight": (4096,)}
         yield affine(backend, rows, 4096, 42, 4, 64, mx.bfloat16, mx.bfloat16, **gated)
         yield affine(backend, rows, 1792, 300, 4, 64, mx.float16, mx.float16, op=ck.greedy_head)
