@@ -84,7 +84,7 @@ def dense_matmul(x: mx.array, weight: mx.array, *, bias: mx.array | None = None,
     if serves(x, weight, backend):
         backend.count(DENSE_MATMUL.name, "kernel")
 
-        def launch(part: mx.array, most: int, _: None) -> mx.array:
+        def launch(part: mx.array, most: int) -> mx.array:
             dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
             call = plan(backend.name, part.shape, most, weight.shape[0], *dtypes)
             return backend.launch(call, (weight, part, bias))[0]
