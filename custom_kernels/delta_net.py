@@ -168,7 +168,8 @@ def plan(
     """The launch for ``projected`` of ``shape``; ``dtypes`` are those of what was learned."""
     (batch, length, _), (groups, heads, key_dim, value_dim) = shape, sizes
     host = backend == "host"
-    simdgroups = 1 if host else min(16, -(-value_dim // 4))
+    # More threads would have too few registers for their rows of the state.
+    simdgroups = 1 if host else min(8, -(-value_dim // 4))
     rows = -(-value_dim // simdgroups)
     held = 4 * (2 * key_dim + 2 * value_dim + 3)
     state = (batch, heads, value_dim, key_dim)

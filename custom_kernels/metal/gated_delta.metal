@@ -18,7 +18,7 @@
     threadgroup float likenesses[TOKENS];
     const uint lane = thread_index_in_simdgroup, simd = simdgroup_index_in_threadgroup, self = simd * SIMD_WIDTH + lane;
     const uint head = threadgroup_position_in_grid.x % HV, b = threadgroup_position_in_grid.x / HV, key_head = head / R;
-    const uint batch = projected_shape[0], length = projected_shape[1];
+    const uint batch = projected_shape[0], length = PLACED ? 1 : projected_shape[1];
     const uint slots = PLACED ? state_shape[0] : 1, slot = PLACED ? uint(start[0]) % slots : 0;
     const uint from = slot * batch + b, to = (slot + 1) % slots * batch + b;
     const device float* own_state = state + (from * HV + head) * DV * DK;
