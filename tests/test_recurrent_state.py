@@ -150,6 +150,16 @@ def test_however_states_come_about_they_are_the_sums(seed):
             assert holds(state)[1:] == ((tokens[-1], sum(tokens)) if tokens else (None, None))
 
 
+def test_nothing_is_left_behind_the_beginning():
+    """A step asks for no arrays where it has to say what they look like."""
+    state = RecurrentState()
+    mark = state.mark()
+    write(state, 1, 2)
+    state.rollback(mark)
+    assert state.arrays == []
+    assert holds(write(state, 4)) == (1, 4, 4)
+
+
 def test_buffers_stay_while_a_kernel_writes():
     state = write(feed(RecurrentState(), 1, 2), 4)
     buffers = state.place(1)

@@ -16,7 +16,17 @@ from turbospark_mlx.testing import make_tiny_install, variants
 pytestmark = pytest.mark.skipif(not compiler.candidates(), reason="no C++ compiler on this machine")
 
 # Every switch of the fused path once; every variant in the slow run. Compiling takes a second a kernel and shape.
-QUICK = {"llama", "llama-biases", "llama-yarn-mscale", "mistral", "qwen2", "qwen3", "qwen3-moe", "gemma4-moe"}
+QUICK = {
+    "llama",
+    "llama-biases",
+    "llama-yarn-mscale",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen3-moe",
+    "gemma4-moe",
+    "qwen3.5-moe",
+}
 EVERY = [
     pytest.param(family, variant, id=variant, marks=[] if variant in QUICK else pytest.mark.slow)
     for family in FAMILIES

@@ -139,7 +139,8 @@ class RecurrentState:
     def arrays(self) -> list[mx.array]:
         """What must be evaluated for this state to be complete, which includes the states that are kept: until then
         they hold all that they are computed from."""
-        every = [array for point in self._points for array in point.arrays] + [self._writer]
+        every = [array for point in self._points for array in point.arrays]
+        every += [self._writer] * any(point.placed for point in self._points)
         return list({id(array): array for array in every if array is not None}.values())
 
     @property
