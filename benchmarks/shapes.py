@@ -10,6 +10,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
+from turbospark_mlx import shaped as published
 from turbospark_mlx.custom_kernels import BlobMatrix, ExpertArena, ExpertBlob
 from turbospark_mlx.custom_kernels.backends import Backend
 from turbospark_mlx.experts.in_place import InPlace
@@ -92,6 +93,28 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 8192,
         "tie_word_embeddings": True,
     },
+    "muse-30b": {
+        "model_type": "muse_glimmer",
+        "num_hidden_layers": 52,
+        "hidden_size": 6656,
+        "intermediate_size": 19968,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "vocab_size": 202048,
+        "rms_norm_eps": 1e-5,
+        "post_norm_eps": 1e-8,
+        "qk_scale_factor": 3.87,
+        "output_multiplier": 26**-0.5,
+        "final_logit_softcapping": 20.0,
+        "sliding_window": 2048,
+        "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 13,
+        "layer_rope_theta": [*[500000.0] * 3, 0] * 13,
+        "rope_theta": 500000.0,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": False,
+    },
+    "spark-4b": published.SHAPES["spark-4b"],
 }
 STORED = AffineFormat(bits=4, group_size=64, companion_dtype="bfloat16")
 CHUNK = 64 << 20
@@ -144,16 +167,14 @@ def _companions(columns: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def make_model(config: dict[str, Any], backend: Backend) -> nn.Module:
-    """Our model of a config.json dictionary; matrices in ``STORED``, norms in its companions' dtype, as mlx-lm saves
-    them."""
+    """Our model of a config.json dictionary; matrices in ``STORED``, what is never packed in its companions' dtype, as
+    mlx-lm saves it."""
     family = family_for_model_type(config["model_type"])
     parsed = family.config_from_hf(config)
-    if hasattr(parsed, "centered_norms"):
+    if config["model_type"].startswith("qwen3_5"):
         parsed = replace(parsed, centered_norms=False)
-    formats = {
-        family.place(name, parsed).checkpoint_name: STORED if len(shape) == 2 else STORED.companion_dtype
-        for name, shape in family.expected(parsed).items()
-    }
+    places = [family.place(name, parsed) for name in family.expected(parsed)]
+    formats = {place.checkpoint_name: STORED.companion_dtype if place.role == "vector" else STORED for place in places}
     experts = MadeExperts(backend) if family.experts(parsed) else None
     options = {"formats": formats, "backend": backend, "dtype": resolve_dtype(None, backend), "experts": experts}
     model = package(family.name).Model(parsed, **options)
@@ -170,6 +191,19 @@ def make_model(config: dict[str, Any], backend: Backend) -> nn.Module:
         else:
             memory.view(np.uint16)[:] = constants.get(name.rpartition(".")[2], one)
     return model
+
+
+def named_arrays(model: nn.Module) -> dict[str, mx.array]:
+    """The parameters of a made-up model, and its routed experts as stacks, which are copies: in blobs nobody else reads
+    them."""
+    found = dict(tree_flatten(model.parameters()))
+    if model.experts is not None:
+        paths = family_for_model_type(model.args.model_type).experts(model.args)
+        for path, layer in zip(paths, model.experts.layers, strict=True):
+            for matrix, parts in zip(("gate", "up", "down"), layer.arena.stacked, strict=True):
+                for part, array in zip(("weight", "scales", "biases"), parts, strict=True):
+                    found[f"{path}.{matrix}_proj.{part}"] = mx.contiguous(array)
+    return found
 
 
 def bytes_a_token(model: nn.Module, context: int) -> int:

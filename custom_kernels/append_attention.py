@@ -55,7 +55,7 @@ def plan(
     backend: str,
     batch: int,
     head_dim: int,
-    turned: int,
+    pairs: int,
     form: rotary.Form,
     scale: float,
     dtype: mx.Dtype,
@@ -69,7 +69,7 @@ def plan(
         KERNEL,
         template=(
             ("T", dtype),
-            *rotary.constants(form, head_dim, turned, q_norm_dtype is not None),
+            *rotary.constants(form, head_dim, pairs, q_norm_dtype is not None),
             ("SIMDGROUPS", simdgroups),
             ("KEYS", KEYS),
             ("SINKS", sink_dtype is not None),
@@ -98,6 +98,7 @@ def append_attention(
     q_norm: mx.array | None = None,
     k_norm: mx.array | None = None,
     eps: float | None = None,
+    head_norm: bool = False,
     centered: bool = False,
     gated: bool = False,
     backend: Backend,
@@ -108,7 +109,8 @@ def append_attention(
     `rotary.qkv_append` says what happens to the rows and to ``cache``, `rotary.appends` for what this is, and
     `sdpa.cache_attention` what the attention is. Raises OptionError as they do.
     """
-    sizes = {"heads": heads, "kv_heads": kv_heads, "eps": eps, "centered": centered, "gated": gated}
+    sizes = {"heads": heads, "kv_heads": kv_heads, "eps": eps}
+    sizes |= {"head_norm": head_norm, "centered": centered, "gated": gated}
     if not fuses(qkv, cache, window, backend):
         attention = {"scale": scale, "mask": mask, "window": window, "sinks": sinks, "gates": qkv if gated else None}
         q = rotary.qkv_append(qkv, rotation, cache, start, **sizes, q_norm=q_norm, k_norm=k_norm, backend=backend)
@@ -117,5 +119,5 @@ def append_attention(
     head_dim = rotary.check_append("append_attention", qkv, rotation, cache, form, q_norm, k_norm)
     backend.count(APPEND_ATTENTION.name, "kernel")
     dtypes = (None if array is None else array.dtype for array in (q_norm, k_norm, sinks))
-    call = plan(backend.name, qkv.shape[0], head_dim, 2 * rotation.shape[1], form, scale, qkv.dtype, *dtypes)
+    call = plan(backend.name, qkv.shape[0], head_dim, rotation.shape[1], form, scale, qkv.dtype, *dtypes)
     return backend.launch(call, (qkv, rotation, q_norm, k_norm, cache, start, sinks))[0]

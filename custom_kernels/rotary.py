@@ -29,9 +29,9 @@ VALUES_PER_GROUP = 1 << 14
 
 
 def rotation_table(frequencies: np.ndarray, offset: int, length: int) -> np.ndarray:
-    """Cosines and sines ``[length, D / 2, 2]``, float32, at positions ``offset`` and on.
+    """Cosines and sines ``[length, P, 2]``, float32, at positions ``offset`` and on.
 
-    ``frequencies [D / 2]`` are radians a position.
+    ``frequencies [P]`` are radians a position.
     """
     return rotations(frequencies, np.arange(offset, offset + length))
 
@@ -47,6 +47,7 @@ class Form(NamedTuple):
     heads: int
     kv_heads: int
     eps: float | None
+    head_norm: bool = False
     value_norm: bool = False
     shared_values: bool = False
     centered: bool = False
@@ -66,6 +67,7 @@ def qkv_epilogue_reference(
     q_norm=None,
     k_norm=None,
     eps=None,
+    head_norm: bool = False,
     centered: bool = False,
     value_norm: bool = False,
     shared_values: bool = False,
@@ -79,9 +81,9 @@ def qkv_epilogue_reference(
         split = mx.concatenate([split[:, : 2 * heads : 2], split[:, 2 * heads :]], axis=1)
     q, k = split[:, :heads], split[:, heads : heads + kv_heads]
     v = k if shared_values else split[:, heads + kv_heads :]
-    if q_norm is not None:
+    if q_norm is not None or head_norm:
         q = rms_norm_reference(q, q_norm, eps=eps, centered=centered)
-    if k_norm is not None:
+    if (k_norm is not None or head_norm) and kv_heads:
         k = rms_norm_reference(k, k_norm, eps=eps, centered=centered)
     if value_norm:
         v = rms_norm_reference(v, None, eps=eps)
@@ -93,7 +95,7 @@ def qkv_epilogue_reference(
 def plan(
     backend: str,
     shape: tuple[int, ...],
-    turned: int,
+    pairs: int,
     form: Form,
     dtype: mx.Dtype,
     q_norm_dtype: mx.Dtype | None,
@@ -109,7 +111,7 @@ def plan(
         KERNEL,
         template=(
             ("T", dtype),
-            *constants(form, head_dim, turned, q_norm_dtype is not None),
+            *constants(form, head_dim, pairs, q_norm_dtype is not None),
             ("VALUE_NORM", form.value_norm),
             ("SHARED_VALUES", form.shared_values),
             ("APPEND", append),
@@ -125,15 +127,15 @@ def plan(
     )
 
 
-def constants(form: Form, head_dim: int, turned: int, normed: bool) -> tuple[tuple[str, int | bool], ...]:
+def constants(form: Form, head_dim: int, pairs: int, learned: bool) -> tuple[tuple[str, int | bool], ...]:
     """Template parameters of the kernels that split a joint projection."""
     return (
         ("H", form.heads),
         ("KV", form.kv_heads),
         ("D", head_dim),
-        ("TURNED", turned),
+        ("PAIRS", pairs),
         ("GATED", form.gated),
-        ("NORM", normed),
+        ("NORM", 1 if form.head_norm else 2 if learned else 0),
         ("CENTERED", form.centered),
         ("EPSILON_BITS", float_bits(form.eps or 0.0)),
     )
@@ -148,6 +150,7 @@ def qkv_epilogue(
     q_norm: mx.array | None = None,
     k_norm: mx.array | None = None,
     eps: float | None = None,
+    head_norm: bool = False,
     centered: bool = False,
     value_norm: bool = False,
     shared_values: bool = False,
@@ -158,15 +161,15 @@ def qkv_epilogue(
 
     Returns ``q [B, H, L, D]`` and ``kv [2, B, KV, L, D]``, keys first, in the dtype of ``qkv``. Pairs ``(i, i + P)`` of
     the first ``2 P`` dimensions turn by ``rotation [L, P, 2]`` (see `rotation_table`). ``q_norm [D]``, ``k_norm [D]``
-    with ``eps`` stand for `norm.rms_norm` of each head before, stored less 1 where ``centered``, ``value_norm`` for
-    that of values, without a weight.
+    with ``eps`` stand for `norm.rms_norm` of each head before, stored less 1 where ``centered``, ``head_norm`` for that
+    without weights, ``value_norm`` for that of values.
 
     With ``shared_values`` the rows of keys, before norm and rotation, are the values too, and ``qkv`` is ``[B, L, (H +
     KV) * D]``. With ``gated`` every query head is followed by one of gates, which are left alone: ``qkv`` is ``[B, L,
     (2 H + 2 KV) * D]``. With ``kv_heads`` 0 there are queries alone, and None for ``kv``. Raises OptionError for shapes
     that do not fit.
     """
-    form = Form(heads, kv_heads, eps, value_norm, shared_values, centered, gated)
+    form = Form(heads, kv_heads, eps, head_norm, value_norm, shared_values, centered, gated)
     _check("qkv_epilogue", qkv.shape, rotation, form, q_norm, k_norm)
     if qkv.size == 0 or not QKV_EPILOGUE.serves(backend, qkv.dtype):
         backend.count(QKV_EPILOGUE.name, "mlx")
@@ -200,6 +203,7 @@ def qkv_append(
     q_norm: mx.array | None = None,
     k_norm: mx.array | None = None,
     eps: float | None = None,
+    head_norm: bool = False,
     centered: bool = False,
     value_norm: bool = False,
     shared_values: bool = False,
@@ -212,7 +216,7 @@ def qkv_append(
     ``start``, an int32 array ``[1]``, on. MLX does not know of it: wait for ``q``, or for what is computed from it,
     before the cache is read by anything but `cache_attention` of this ``q``. Raises OptionError as `qkv_epilogue` does.
     """
-    form = Form(heads, kv_heads, eps, value_norm, shared_values, centered, gated)
+    form = Form(heads, kv_heads, eps, head_norm, value_norm, shared_values, centered, gated)
     check_append("qkv_append", qkv, rotation, cache, form, q_norm, k_norm)
     return _launch(qkv, rotation, form, q_norm, k_norm, cache, start, backend)[0]
 
@@ -243,11 +247,14 @@ def _check(op: str, shape, rotation, form: Form, q_norm, k_norm) -> int:
         queries = f"2 * {heads}" if form.gated else heads
         raise OptionError(
             f"{op}: qkv {list(shape)} of {queries} + {1 if form.shared_values else 2} * {kv_heads} heads, rotation "
-            f"{list(rotation.shape)} do not fit [B, L, heads * D] and [L, at most D / 2, 2]"
+            f"{list(rotation.shape)} do not fit [B, L, heads * D] and [L, P, 2] with P at most D / 2"
         )
-    normed = q_norm is not None
-    if (k_norm is not None) != (normed and kv_heads > 0) or (form.eps is not None) != (normed or form.value_norm):
+    learned = q_norm is not None
+    normed = learned or form.head_norm or form.value_norm
+    if (k_norm is not None) != (learned and kv_heads > 0) or (form.eps is not None) != normed:
         raise OptionError(f"{op}: q_norm, k_norm and eps belong together")
+    if learned and form.head_norm:
+        raise OptionError(f"{op}: head_norm is a norm without weights; q_norm is one")
     for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
         if weight is not None and weight.shape != (head_dim,):
             raise OptionError(f"{op}: {name} is {list(weight.shape)}, but heads have {head_dim} dimensions")
@@ -257,5 +264,5 @@ def _check(op: str, shape, rotation, form: Form, q_norm, k_norm) -> int:
 def _launch(qkv, rotation, form: Form, q_norm, k_norm, cache, start, backend) -> list[mx.array]:
     backend.count((QKV_EPILOGUE if cache is None else QKV_APPEND).name, "kernel")
     dtypes = (None if weight is None else weight.dtype for weight in (q_norm, k_norm))
-    call = plan(backend.name, qkv.shape, 2 * rotation.shape[1], form, qkv.dtype, *dtypes, cache is not None)
+    call = plan(backend.name, qkv.shape, rotation.shape[1], form, qkv.dtype, *dtypes, cache is not None)
     return backend.launch(call, (qkv, rotation, q_norm, k_norm, cache, start))

@@ -63,14 +63,24 @@ def benchmarks(monkeypatch):
             del sys.modules[name]
 
 
-@pytest.mark.parametrize("shape", ["llama-8b", "llama-1b", "qwen3.5-0.8b", "qwen3.5-35b-a3b"])
-def test_a_made_up_model_and_its_twin_are_the_same(benchmarks, shape):
+SPARK = {"layer_types": ["sliding_attention", "full_attention"]}
+MUSE = {**SPARK, "layer_rope_theta": [500000.0, 0]}
+
+
+@pytest.mark.parametrize(
+    ("shape", "layers"),
+    [
+        *[("llama-8b", {}), ("llama-1b", {}), ("muse-30b", MUSE), ("spark-4b", SPARK)],
+        *[("qwen3.5-0.8b", {}), ("qwen3.5-35b-a3b", {})],
+    ],
+)
+def test_a_made_up_model_and_its_twin_are_the_same(benchmarks, shape, layers):
     import peers
     import shapes
 
-    config = tiny(shapes.SHAPES[shape])
+    config = tiny(shapes.SHAPES[shape], **layers)
     model = shapes.make_model(config, backends.select("reference"))
-    twin = peers.mlx_lm_twin(model, config, shapes.STORED, mx.float32)
+    twin = peers.mlx_lm_twin(shapes.named_arrays(model), config, mx.float32)
     ids = [5, 600, 17, 33]
     ours = np.array(Runner(model, max_context=16).prefill(ids))
     theirs = np.array(twin(mx.array([ids]))[0, -1])

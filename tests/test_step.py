@@ -15,9 +15,11 @@ from turbospark_mlx.testing import make_tiny_install
 
 needs_compiler = pytest.mark.skipif(not compiler.candidates(), reason="no C++ compiler on this machine")
 pytestmark = pytest.mark.skipif(mx.default_device() != mx.cpu, reason="the CPU's way")
-LLAMA = ("llama", "mistral", "qwen3", "mixtral", "qwen3-moe", "qwen3-moe-sums")
+LLAMA = ("llama", "mistral", "qwen3", "llama-biases", "mixtral", "qwen3-moe", "qwen3-moe-sums")
 QWEN = ("qwen3.5", "qwen3.5-moe", "qwen3.5-tied")
 GEMMA4 = ("gemma4-moe", "gemma4-dense", "gemma4-small", "gemma4-untied")
+MUSE = ("muse-glimmer", "muse-glimmer-tied")
+SPARK = ("spark", "spark-biases", "spark-one-key", "spark-full")
 TOKENS = [int(t) for t in np.random.default_rng(3).integers(0, 320, 60)]
 
 
@@ -27,7 +29,13 @@ def install(tmp_path_factory):
         variant: make_tiny_install(
             family, tmp_path_factory.mktemp("step") / f"{variant}.gturbo", variant=variant, group_size=32
         )
-        for family, variants in (("llama", LLAMA), ("gemma4", GEMMA4), ("qwen", QWEN))
+        for family, variants in (
+            ("llama", LLAMA),
+            ("gemma4", GEMMA4),
+            ("muse", MUSE),
+            ("spark", SPARK),
+            ("qwen", QWEN),
+        )
         for variant in variants
     }
 
@@ -64,9 +72,10 @@ def test_a_recorded_step_gives_the_same_bits(install, variant, prompt):
 
 
 @needs_compiler
-@pytest.mark.parametrize("variant", [*LLAMA[3:], *GEMMA4, *QWEN])
+@pytest.mark.parametrize("variant", [*LLAMA[3:], *GEMMA4, *MUSE, *SPARK, *QWEN])
 def test_every_operation_of_a_step_is_a_kernel(install, variant):
-    """Routers, experts in memory, scaled embeddings and inputs for each layer, over a window's edge."""
+    """Routers, experts in memory, scaled or normalised embeddings, inputs for each layer, gates on attention, biases,
+    over a window's edge."""
     with Runner.open(install[variant], kernels="host") as runner:
         follow(runner, TOKENS[:24], PROMPT[:5])
         assert runner.report().decode_step == "one list of kernels"

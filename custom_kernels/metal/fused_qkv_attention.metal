@@ -23,10 +23,10 @@
     device T* values = keys + cache_shape[1] * KV * capacity * D;
 
     if (simd == 0) {
-      rotated_head<T, D, TURNED, NORM, CENTERED>(query_head, q_norm, as_type<float>(EPSILON_BITS), rotation, query_row, lane);
+      rotated_head<T, D, PAIRS, NORM, CENTERED>(query_head, q_norm, as_type<float>(EPSILON_BITS), rotation, query_row, lane);
     }
     if (simd == 1 % SIMDGROUPS) {
-      rotated_head<T, D, TURNED, NORM, CENTERED>(projected + (QUERY_HEADS + kv_head) * D, k_norm, as_type<float>(EPSILON_BITS), rotation, key_row, lane);
+      rotated_head<T, D, PAIRS, NORM, CENTERED>(projected + (QUERY_HEADS + kv_head) * D, k_norm, as_type<float>(EPSILON_BITS), rotation, key_row, lane);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if (head % (H / KV) == 0) {

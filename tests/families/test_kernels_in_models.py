@@ -26,6 +26,8 @@ QUICK = {
     "qwen3-moe",
     "gemma4-moe",
     "qwen3.5-moe",
+    "muse-glimmer",
+    "spark",
 }
 EVERY = [
     pytest.param(family, variant, id=variant, marks=[] if variant in QUICK else pytest.mark.slow)

@@ -3,10 +3,11 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.models.cache import ArraysCache
 
 from tests.families import reference_qwen
 from tests.families.models import model_of, weights_of
-from tests.families.oracles import PROMPT, assert_close
+from tests.families.oracles import FAMILIES, PROMPT, assert_close, mlx_lm_model
 from turbospark_mlx.cache import RecurrentState
 from turbospark_mlx.runner import Runner
 from turbospark_mlx.testing import tiny_config
@@ -64,3 +65,21 @@ def test_a_long_prompt_is_not_kept_by_its_last_rows():
     mx.eval(model(mx.array([[1] * 1024]), cache=caches)[0, -1, 0], [cache.arrays for cache in caches])
     held = sum(cache.nbytes for cache in caches)
     assert mx.get_active_memory() - before < 1.5 * held
+
+
+@pytest.mark.parametrize("variant", FAMILIES["qwen"].mlx_lm)
+@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 7, 65])
+def test_states_are_mlx_lms(variant, chunk):
+    """Close, behind each chunk; so are the rows that the convolution needs again."""
+    model, peer = (
+        model_of("qwen", variant),
+        mlx_lm_model(FAMILIES["qwen"].mlx_lm[variant], tiny_config("qwen", variant), weights_of("qwen", variant)),
+    )
+    caches, theirs = model.make_cache(), peer.make_cache()
+    for start in range(0, 65, chunk):
+        tokens = mx.array([PROMPT[start : start + chunk]])
+        model(tokens, cache=caches)
+        peer(tokens, cache=theirs)
+        for ours, other in zip(states(caches), (c for c in theirs if isinstance(c, ArraysCache)), strict=True):
+            assert_close(ours[0], other[0], f"rows, {start}")
+            assert_close(mx.flatten(ours[1], 1, -3), other[1], f"state, {start}")
