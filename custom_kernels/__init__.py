@@ -10,6 +10,7 @@ from turbospark_mlx.custom_kernels import (
     affine,
     backends,
     decode_attention,
+    delta_net,
     dense,
     expert_phases,
     experts_cpu,
@@ -24,6 +25,7 @@ from turbospark_mlx.custom_kernels import (
 )
 from turbospark_mlx.custom_kernels.affine import affine_embedding, affine_matmul, gated_affine_matmul
 from turbospark_mlx.custom_kernels.append_attention import APPEND_ATTENTION, append_attention
+from turbospark_mlx.custom_kernels.delta_net import DeltaWeights, gated_delta, gated_delta_step, steps
 from turbospark_mlx.custom_kernels.dense import dense_matmul
 from turbospark_mlx.custom_kernels.expert_arena import BlobMatrix, ExpertArena, ExpertBlob
 from turbospark_mlx.custom_kernels.expert_phases import moe_phase1_gate_up_act, moe_phase2_down_reduce
@@ -59,6 +61,8 @@ OPS = (
     rotary.QKV_APPEND,
     rotation.ROTATE,
     decode_attention.ATTENTION,
+    delta_net.GATED_DELTA,
+    delta_net.GATED_DELTA_STEP,
     APPEND_ATTENTION,
     router.ROUTER_TOPK_SELECT,
     expert_phases.MOE_PHASE1,
@@ -77,6 +81,7 @@ OPS = (
 __all__ = [
     "OPS",
     "BlobMatrix",
+    "DeltaWeights",
     "ExpertArena",
     "ExpertBlob",
     "Mixture",
@@ -93,6 +98,8 @@ __all__ = [
     "emulate",
     "expert_mixture",
     "gated_affine_matmul",
+    "gated_delta",
+    "gated_delta_step",
     "gated_product",
     "gated_rms_norm",
     "greedy_head",
@@ -111,6 +118,7 @@ __all__ = [
     "router_topk_select",
     "score_blocks",
     "sparse_mask",
+    "steps",
     "stream_inject",
     "stream_mix",
 ]

@@ -14,8 +14,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from turbospark_mlx.cache import LinearKV
-from turbospark_mlx.custom_kernels import rotate
-from turbospark_mlx.families.layers import Builder, Module, Positions, RoPE, project
+from turbospark_mlx.custom_kernels import append_attention, appends, qkv_epilogue, rotate
+from turbospark_mlx.families.layers import Builder, Module, Positions, RMSNorm, RoPE, project
 
 
 class GatedAttention(Module):
@@ -25,6 +25,7 @@ class GatedAttention(Module):
         super().__init__()
         heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self.head_dim, self.rope, self._backend, self._attention = size, rope, build.backend, build.attention
+        self._heads, self._kv_heads = heads, kv_heads
         rows = {"q_proj": 2 * heads * size, "k_proj": kv_heads * size, "v_proj": kv_heads * size}
         (self.q_proj, self.k_proj, self.v_proj), self._qkv = build.projections(
             config.hidden_size, {f"{path}.{name}": n for name, n in rows.items()}
@@ -44,12 +45,25 @@ class GatedAttention(Module):
     ) -> mx.array:
         """``norm`` is applied to ``x [B, L, hidden]`` before, ``residual`` is added after."""
         B, L, _ = x.shape
-        products = self._qkv(x, self.q_proj, self.k_proj, self.v_proj, norm=norm)
-        q, k, v = (y.reshape(B, L, -1, self.head_dim) for y in products)
-        q, gate = q[:, :, ::2], q[:, :, 1::2]
-        q, k, v = (y.transpose(0, 2, 1, 3) for y in (self.q_norm(q), self.k_norm(k), v))
-        rotation = positions.rotation(self.rope)
-        q, k = (rotate(y, rotation, backend=self._backend) for y in (q, k))
+        rotation, heads = positions.rotation(self.rope), self._heads
+        qkv = self._qkv.side_by_side(x, self.q_proj, self.k_proj, self.v_proj, norm=norm)
+        norms = self.q_norm, self.k_norm
+        if all(isinstance(own, RMSNorm) for own in norms):
+            sizes = {"heads": heads, "kv_heads": self._kv_heads, "gated": True, "backend": self._backend}
+            sizes |= {"q_norm": norms[0]["weight"], "k_norm": norms[1]["weight"], "eps": norms[0].eps}
+            sizes["centered"] = norms[0].centered
+            if cache is not None and cache.places(L) and appends(qkv, self._backend):
+                kv = cache.place(L, (B, self._kv_heads, self.head_dim), qkv.dtype)
+                options = {"scale": self.head_dim**-0.5, "mask": "causal" if L > 1 else None}
+                y = append_attention(qkv, rotation, kv, positions.start, **sizes, **options)
+                cache.written(y)
+                return project(self.o_proj, y, residual=residual)
+            q, (k, v) = qkv_epilogue(qkv, rotation, **sizes)
+        else:
+            own = qkv.reshape(B, L, -1, self.head_dim).transpose(0, 2, 1, 3)
+            q, k, v = own[:, : 2 * heads : 2], *mx.split(own[:, 2 * heads :], 2, axis=1)
+            q, k = (rotate(turn(y), rotation, backend=self._backend) for turn, y in zip(norms, (q, k), strict=True))
+        gate = qkv.reshape(B, L, -1, self.head_dim)[:, :, 1 : 2 * heads : 2]
         y = self.attend(x, q, k, v, positions, cache).transpose(0, 2, 1, 3) * mx.sigmoid(gate)
         return project(self.o_proj, y.reshape(B, L, -1), residual=residual)
 

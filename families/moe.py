@@ -98,18 +98,25 @@ class SharedExpertMoe(Module):
     def __init__(self, path: str, position: int, spec: ExpertSpec, shared_width: int, build: Builder):
         """``position`` counts the layers that have experts, ``shared_width`` is that of the shared one."""
         super().__init__()
-        self._top_k, self._backend = spec.top_k, build.backend
-        self.gate = build.linear(f"{path}.gate", spec.hidden, spec.num_experts)
+        self._experts, self._top_k, self._backend = spec.num_experts, spec.top_k, build.backend
+        (self.gate, self.shared_expert_gate), self._gates = build.projections(
+            spec.hidden, {f"{path}.gate": spec.num_experts, f"{path}.shared_expert_gate": 1}
+        )
         self.switch_mlp = routed_experts(f"{path}.switch_mlp", position, spec, build)
         self.shared_expert = FeedForward(f"{path}.shared_expert", spec.hidden, shared_width, build)
-        self.shared_expert_gate = build.linear(f"{path}.shared_expert_gate", spec.hidden, 1)
 
     def __call__(self, x: mx.array, *, norm: nn.Module | None = None, residual: mx.array | None = None) -> mx.array:
         """``norm`` is applied to ``x`` before, ``residual`` is added after."""
         rows = (x if norm is None else norm(x)).reshape(-1, x.shape[-1])
-        indices, weights = route(self.gate, rows, self._top_k, normalize=True, backend=self._backend)
+        added = None if residual is None else residual.reshape(rows.shape)
+        joint = self._gates.joint(self.gate, self.shared_expert_gate)
+        options = {"normalize": True, "backend": self._backend}
+        if joint is None:
+            indices, weights = route(self.gate, rows, self._top_k, **options)
+            row_gate = self.shared_expert_gate(rows)
+        else:
+            logits, row_gate = mx.split(joint(rows.astype(mx.float32)), [self._experts], axis=-1)
+            indices, weights = router_topk_select(logits, top_k=self._top_k, **options)
         pending = self.switch_mlp.begin(indices)
-        shared = self.shared_expert(rows) * mx.sigmoid(self.shared_expert_gate(rows))
-        routed = self.switch_mlp.finish(pending, rows, weights, meanwhile=(shared,))
-        y = (routed + shared).reshape(x.shape)
-        return y if residual is None else residual + y
+        shared = self.shared_expert(rows, row_gate=row_gate, residual=added)
+        return self.switch_mlp.finish(pending, rows, weights, meanwhile=(shared,), residual=shared).reshape(x.shape)

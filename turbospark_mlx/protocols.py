@@ -202,7 +202,8 @@ class LayerCache(Protocol):
 
     def places(self, length: int) -> bool:
         """Whether kernels may write ``length`` more tokens into this state themselves, which then has ``place`` and
-        ``written`` too (see ``cache.LinearKV``). A state that never allows it keeps steps from being recorded."""
+        ``written`` too (see ``cache.LinearKV``, ``cache.RecurrentState``). A state that never allows it keeps steps
+        from being recorded."""
         ...
 
     def reusable(self, prefix_len: int) -> int:
@@ -210,7 +211,7 @@ class LayerCache(Protocol):
         ...
 
     def mark(self) -> Any:
-        """A point to come back to. Cheap: holds references, copies nothing."""
+        """A point to come back to. Cheap: holds references, and copies only what a kernel will write over."""
         ...
 
     def rollback(self, mark: Any) -> None:

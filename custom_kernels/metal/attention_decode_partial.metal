@@ -6,7 +6,8 @@
     // threadgroup memory.
     // With INDEXED the keys are those at positions [B, P], in that order, instead, and there is one query.
     // A row of the result is one head of one token, [B, L, H, E]. Where there is one chunk, out [rows, E] is that result,
-    // sinks included. Otherwise out [rows, chunks, E], peaks and totals [rows, chunks] go to attention_decode_combine.
+    // sinks included, and times the sigmoids of gates where GATES > 0 (attention.h). Otherwise out [rows, chunks, E], peaks
+    // and totals [rows, chunks] go to attention_decode_combine.
     constexpr uint D_COUNT = (D + SIMD_WIDTH - 1) / SIMD_WIDTH;
     constexpr uint E_COUNT = (E + SIMD_WIDTH - 1) / SIMD_WIDTH;
     threadgroup float simd_peaks[MAX_SIMDGROUPS];
@@ -155,7 +156,8 @@
           }
           if (single) {
             // A row that sees no key has a total of 0.
-            out[row * E + e] = O(all == 0.0f ? 0.0f : merged / all);
+            const float open = GATES > 0 ? sigmoid_gate<H, GATES, E>(gates, row, e) : 1.0f;
+            out[row * E + e] = O(all == 0.0f ? 0.0f : merged / all * open);
           } else {
             out[(row * chunks + chunk) * E + e] = O(merged);
           }

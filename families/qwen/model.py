@@ -43,11 +43,8 @@ class DecoderLayer(Module):
     def __call__(self, x: mx.array, cache: State | None = None, positions: Positions | None = None) -> mx.array:
         """``positions`` are those after what ``cache`` holds, or from 0 on."""
         positions = positions or Positions.after(cache, x.shape[1])
-        norm = self.input_layernorm
-        if "linear_attn" in self:
-            x = self.linear_attn(x, cache, norm=norm, residual=x)
-        else:
-            x = self.self_attn(x, positions, cache, norm=norm, residual=x)
+        attend = self.linear_attn if "linear_attn" in self else self.self_attn
+        x = attend(x, positions, cache, norm=self.input_layernorm, residual=x)
         return self.mlp(x, norm=self.post_attention_layernorm, residual=x)
 
 

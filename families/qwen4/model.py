@@ -278,7 +278,7 @@ class DecoderLayer(Module):
             told, cache = (None, None) if cache is None else cache.parts
             x = x + self.ple(x, tokens, told)
         read, normed = self.attn_hyper_connection.mix(x)
-        y = self.linear_attn(read, cache) if "linear_attn" in self else self.self_attn(read, positions, cache)
+        y = (self.linear_attn if "linear_attn" in self else self.self_attn)(read, positions, cache)
         x = self.attn_hyper_connection.inject(x, y, normed)
         read, normed = self.mlp_hyper_connection.mix(x)
         return self.mlp_hyper_connection.inject(x, self.mlp(read), normed)
