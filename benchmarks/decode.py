@@ -4,6 +4,7 @@ python benchmarks/decode.py                        # smollm2-135m, pulled if nee
 python benchmarks/decode.py --gguf SmolLM2-135M-Instruct.Q4_1.gguf   # llama.cpp too
 python benchmarks/decode.py --model ./x.gturbo --prompt-tokens 128 --new-tokens 32 --repeats 5
 python benchmarks/decode.py --shape llama-8b --new-tokens 128        # random INT4 weights made in memory: a GPU
+python benchmarks/decode.py --shape qwen3.5-35b-a3b --new-tokens 128 # 20 GB, and as much for mlx-lm
 
 The share is what a token must read at least (weights and cache) a second, of the memory bandwidth measured in the same
 run. Host time is what a token takes beside waiting for the device.
@@ -21,9 +22,8 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 from measure import memory_bandwidth
-from mlx.utils import tree_flatten
 from peers import llama_cpp_model, llama_cpp_speeds, mlx_lm_model, mlx_lm_speeds, mlx_lm_twin
-from shapes import SHAPES, bytes_a_token, make_model
+from shapes import SHAPES, bytes_a_token, make_model, named_arrays
 
 from turbospark_mlx import Runner
 from turbospark_mlx.custom_kernels import backends
@@ -104,10 +104,9 @@ def subjects_of_a_shape(
     config, backend = SHAPES[args.shape], backends.select(args.kernels)
     model = make_model(config, backend)
     runner = Runner(model, max_context=args.prompt_tokens + args.new_tokens + 8)
-    prompt = np.random.default_rng(1).integers(0, config["vocab_size"], args.prompt_tokens).tolist()
+    prompt = np.random.default_rng(1).integers(0, runner.vocab_size, args.prompt_tokens).tolist()
     # On a CPU mlx-lm is faster in float32 than in the dtype of the weights.
-    arrays = dict(tree_flatten(model.parameters()))
-    twin = mlx_lm_twin(arrays, config, mx.float32 if backend.device == "cpu" else None)
+    twin = mlx_lm_twin(named_arrays(model), config, mx.float32 if backend.device == "cpu" else None)
     subjects = {
         OURS: lambda: our_speeds(runner, prompt, args.new_tokens),
         "mlx-lm": lambda: mlx_lm_speeds(twin, prompt, args.new_tokens),

@@ -10,6 +10,7 @@ from turbospark_mlx.custom_kernels import (
     affine,
     backends,
     decode_attention,
+    delta_net,
     dense,
     expert_phases,
     experts_cpu,
@@ -19,9 +20,12 @@ from turbospark_mlx.custom_kernels import (
     rotary,
     rotation,
     router,
+    sparse,
+    streams,
 )
 from turbospark_mlx.custom_kernels.affine import affine_embedding, affine_matmul, gated_affine_matmul
 from turbospark_mlx.custom_kernels.append_attention import APPEND_ATTENTION, append_attention
+from turbospark_mlx.custom_kernels.delta_net import DeltaWeights, gated_delta, gated_delta_step, steps
 from turbospark_mlx.custom_kernels.dense import dense_matmul
 from turbospark_mlx.custom_kernels.expert_arena import BlobMatrix, ExpertArena, ExpertBlob
 from turbospark_mlx.custom_kernels.expert_phases import moe_phase1_gate_up_act, moe_phase2_down_reduce
@@ -33,6 +37,14 @@ from turbospark_mlx.custom_kernels.rotary import appends, qkv_append, qkv_epilog
 from turbospark_mlx.custom_kernels.rotation import rotate, rotations
 from turbospark_mlx.custom_kernels.router import router_topk_select
 from turbospark_mlx.custom_kernels.sdpa import attention, cache_attention
+from turbospark_mlx.custom_kernels.sparse import (
+    choose_positions,
+    indexed_attention,
+    pool_blocks,
+    score_blocks,
+    sparse_mask,
+)
+from turbospark_mlx.custom_kernels.streams import ngram_gate, stream_inject, stream_mix
 
 OPS = (
     affine.AFFINE_MATMUL,
@@ -49,17 +61,27 @@ OPS = (
     rotary.QKV_APPEND,
     rotation.ROTATE,
     decode_attention.ATTENTION,
+    delta_net.GATED_DELTA,
+    delta_net.GATED_DELTA_STEP,
     APPEND_ATTENTION,
     router.ROUTER_TOPK_SELECT,
     expert_phases.MOE_PHASE1,
     expert_phases.MOE_PHASE2,
     experts_cpu.EXPERT_MIXTURE,
+    streams.STREAM_MIX,
+    streams.STREAM_INJECT,
+    streams.NGRAM_GATE,
+    sparse.POOL_BLOCKS,
+    sparse.SCORE_BLOCKS,
+    sparse.CHOOSE_POSITIONS,
+    sparse.INDEXED_ATTENTION,
 )
 """Every op, as what `backends.Backend.counters` counts: its kernels, and when they are taken."""
 
 __all__ = [
     "OPS",
     "BlobMatrix",
+    "DeltaWeights",
     "ExpertArena",
     "ExpertBlob",
     "Mixture",
@@ -71,15 +93,21 @@ __all__ = [
     "attention",
     "backends",
     "cache_attention",
+    "choose_positions",
     "dense_matmul",
     "emulate",
     "expert_mixture",
     "gated_affine_matmul",
+    "gated_delta",
+    "gated_delta_step",
     "gated_product",
     "gated_rms_norm",
     "greedy_head",
+    "indexed_attention",
     "moe_phase1_gate_up_act",
     "moe_phase2_down_reduce",
+    "ngram_gate",
+    "pool_blocks",
     "qkv_append",
     "qkv_epilogue",
     "rms_norm",
@@ -88,6 +116,11 @@ __all__ = [
     "rotation_table",
     "rotations",
     "router_topk_select",
+    "score_blocks",
+    "sparse_mask",
+    "steps",
+    "stream_inject",
+    "stream_mix",
 ]
 
 

@@ -45,6 +45,7 @@ def check(
     bias: tuple[int, ...] | None = None,
     residual: tuple[int, ...] | None = None,
     norm_weight: tuple[int, ...] | None = None,
+    row_gate: tuple[int, ...] | None = None,
     eps: float | None = None,
 ) -> int:
     """Check that the shapes and dtypes of a packed matrix belong together; returns K. Raises OptionError."""
@@ -79,7 +80,12 @@ def check(
         raise OptionError(f"{op}: norm_weight and eps belong together")
     if norm_weight is not None and norm_weight != (columns,):
         raise OptionError(f"{op}: norm_weight is {list(norm_weight)}, but x has {columns} columns")
-    for name, added, shape in (("bias", bias, weight[:1]), ("residual", residual, (*x[:-1], weight[0]))):
+    around = (
+        ("bias", bias, weight[:1]),
+        ("residual", residual, (*x[:-1], weight[0])),
+        ("row_gate", row_gate, (*x[:-1], 1)),
+    )
+    for name, added, shape in around:
         if added is not None and added != shape:
             raise OptionError(f"{op}: {name} is {list(added)}, but the result needs {list(shape)}")
     return columns
@@ -97,10 +103,11 @@ def check_parts(
     bias: mx.array | None = None,
     residual: mx.array | None = None,
     norm_weight: mx.array | None = None,
+    row_gate: mx.array | None = None,
     eps: float | None = None,
 ) -> int:
     """`check` of the parts themselves."""
-    optional = (None if part is None else part.shape for part in (bias, residual, norm_weight))
+    optional = (None if part is None else part.shape for part in (bias, residual, norm_weight, row_gate))
     matrix = (weight.shape, weight.dtype, scales.shape, biases.shape, (scales.dtype, biases.dtype))
     return check(op, None if x is None else x.shape, *matrix, bits, group_size, *optional, eps)
 
@@ -116,6 +123,8 @@ def affine_matmul_reference(
     bias=None,
     norm_weight=None,
     eps=None,
+    centered=False,
+    row_gate=None,
     residual=None,
     scale: float = 1.0,
     softcap=None,
@@ -124,7 +133,7 @@ def affine_matmul_reference(
     """Definition of `affine_matmul`."""
     y = x.astype(mx.float32)
     if norm_weight is not None:
-        y = rms_norm_reference(y, norm_weight, eps=eps)
+        y = rms_norm_reference(y, norm_weight, eps=eps, centered=centered)
     y = mx.quantized_matmul(
         y,
         weight,
@@ -139,6 +148,8 @@ def affine_matmul_reference(
     y = scale * y
     if softcap is not None:
         y = softcap * mx.tanh(y / softcap)
+    if row_gate is not None:
+        y = y * mx.sigmoid(row_gate.astype(mx.float32))
     if residual is not None:
         y = y + residual.astype(mx.float32)
     return y.astype(residual.dtype if residual is not None else dtype or x.dtype)
@@ -155,6 +166,8 @@ def affine_matmul(
     bias: mx.array | None = None,
     norm_weight: mx.array | None = None,
     eps: float | None = None,
+    centered: bool = False,
+    row_gate: mx.array | None = None,
     residual: mx.array | None = None,
     scale: float = 1.0,
     softcap: float | None = None,
@@ -166,12 +179,13 @@ def affine_matmul(
 
     ``x [..., K]`` -> ``[..., N]`` in the dtype of ``residual``, else in ``dtype``, which is also what is multiplied and
     by default that of ``x``; ``bias [N]``, ``residual [..., N]``. ``norm_weight [K]`` with ``eps`` stands for
-    `norm.rms_norm` of ``x``; ``softcap`` c for c tanh(y / c), as on Gemma's logits. Up to 8 rows run in our kernel.
-    Without it and for more rows, GPUs use MLX's product, and a CPU MLX's for one or two rows in float32 and numpy's
-    BLAS on dequantized tiles for more. Raises OptionError for parts that do not fit.
+    `norm.rms_norm` of ``x``, stored less 1 where ``centered``; ``softcap`` c for c tanh(y / c), as on Gemma's logits.
+    ``row_gate [..., 1]`` are logits by whose sigmoids rows are multiplied before ``residual`` is added. Up to 8 rows
+    run in our kernel. Without it and for more rows, GPUs use MLX's product, and a CPU MLX's for one or two rows in
+    float32 and numpy's BLAS on dequantized tiles for more. Raises OptionError for parts that do not fit.
     """
     matrix = {"bits": bits, "group_size": group_size}
-    around = {"bias": bias, "residual": residual, "norm_weight": norm_weight, "eps": eps}
+    around = {"bias": bias, "residual": residual, "norm_weight": norm_weight, "row_gate": row_gate, "eps": eps}
     check_parts("affine_matmul", x, weight, scales, biases, **matrix, **around)
     dtype = dtype or x.dtype
     result = dtype if residual is None else residual.dtype
@@ -181,11 +195,11 @@ def affine_matmul(
         raise OptionError(f"affine_matmul: softcap is {softcap}; it is a positive number, or None for none")
     if gemv.serves(AFFINE_MATMUL, x, weight, backend, dtype, result):
         backend.count(AFFINE_MATMUL.name, "kernel")
-        form = gemv.Form(eps=eps or 0.0, scale=scale, softcap=softcap, residual=residual is not None)
-        options = {"norm_weight": norm_weight, "bias": bias, "residual": residual, "dtype": dtype}
+        form = gemv.Form(eps or 0.0, centered, scale=scale, softcap=softcap, residual=residual is not None)
+        options = {"norm_weight": norm_weight, "bias": bias, "row_gate": row_gate, "residual": residual, "dtype": dtype}
         return gemv.gemv(x, weight, scales, biases, **matrix, form=form, **options, backend=backend)
     if norm_weight is not None:
-        x = rms_norm(x, norm_weight, eps=eps, dtype=dtype, backend=backend)
+        x = rms_norm(x, norm_weight, eps=eps, centered=centered, dtype=dtype, backend=backend)
     x = x.astype(dtype)
     if backend.device == "cpu" and x.size // x.shape[-1] >= BLAS_ROWS:
         backend.count(AFFINE_MATMUL.name, "blas")
@@ -193,7 +207,7 @@ def affine_matmul(
     else:
         backend.count(AFFINE_MATMUL.name, "mlx")
         if backend.device == "cpu":
-            options = {"bias": bias, "residual": residual, "scale": scale, "softcap": softcap}
+            options = {"bias": bias, "row_gate": row_gate, "residual": residual, "scale": scale, "softcap": softcap}
             return affine_matmul_reference(x, weight, scales, biases, **matrix, **options)
         # MLX's GPU products accumulate in float32, so the activations stay in their own dtype there.
         if x.shape[-1] < GPU_PRODUCT_COLUMNS:
@@ -205,6 +219,8 @@ def affine_matmul(
     y = y if scale == 1.0 else scale * y
     if softcap is not None:
         y = softcap * mx.tanh(y / softcap)
+    if row_gate is not None:
+        y = y * mx.sigmoid(row_gate.astype(mx.float32)).astype(y.dtype)
     return (y if residual is None else y + residual).astype(result)
 
 
@@ -233,10 +249,12 @@ def gated_affine_matmul_reference(
     bias=None,
     norm_weight=None,
     eps=None,
+    centered=False,
     dtype=None,
 ) -> mx.array:
     """Definition of `gated_affine_matmul`."""
-    options = {"bits": bits, "group_size": group_size, "bias": bias, "norm_weight": norm_weight, "eps": eps}
+    options = {"bits": bits, "group_size": group_size, "bias": bias}
+    options |= {"norm_weight": norm_weight, "eps": eps, "centered": centered}
     both = affine_matmul_reference(x.astype(mx.float32), weight, scales, biases, **options)
     return gated(*mx.split(both, 2, axis=-1), activation, limit).astype(dtype or x.dtype)
 
@@ -254,6 +272,7 @@ def gated_affine_matmul(
     bias: mx.array | None = None,
     norm_weight: mx.array | None = None,
     eps: float | None = None,
+    centered: bool = False,
     dtype: mx.Dtype | None = None,
     backend: Backend,
 ) -> mx.array:
@@ -274,9 +293,10 @@ def gated_affine_matmul(
         return mx.zeros((*x.shape[:-1], weight.shape[0] // 2), dtype=dtype)
     if gemv.serves(GATED_AFFINE_MATMUL, x, weight, backend, dtype):
         backend.count(GATED_AFFINE_MATMUL.name, "kernel")
-        form = gemv.Form(eps=eps or 0.0, activation=activation, limit=limit or 0.0)
+        form = gemv.Form(eps or 0.0, centered, activation=activation, limit=limit or 0.0)
         return gemv.gemv(x, weight, scales, biases, **options, form=form, dtype=dtype, backend=backend)
-    both = affine_matmul(x, weight, scales, biases, **options, eps=eps, dtype=dtype, backend=backend)
+    around = {"eps": eps, "centered": centered, "dtype": dtype}
+    both = affine_matmul(x, weight, scales, biases, **options, **around, backend=backend)
     return gated(*mx.split(both, 2, axis=-1), activation, limit).astype(dtype)
 
 

@@ -34,8 +34,9 @@ KEYS = 4
 def append_attention_reference(qkv, rotation, cache, start, *, scale, mask=None, window=None, sinks=None, **sizes):
     """Definition of `append_attention`: the result, and the cache that has the rows."""
     q, cache = rotary.qkv_append_reference(qkv, rotation, cache, start, **sizes)
-    y = sdpa.cache_attention_reference(q, cache, start, scale=scale, mask=mask, window=window, sinks=sinks)
-    return y, cache
+    gates = qkv if sizes.get("gated") else None
+    options = {"scale": scale, "mask": mask, "window": window, "sinks": sinks, "gates": gates}
+    return sdpa.cache_attention_reference(q, cache, start, **options), cache
 
 
 def fuses(qkv: mx.array, cache: mx.array, window: int | None, backend: Backend) -> bool:
@@ -53,17 +54,14 @@ def fuses(qkv: mx.array, cache: mx.array, window: int | None, backend: Backend) 
 def plan(
     backend: str,
     batch: int,
-    heads: int,
-    kv_heads: int,
     head_dim: int,
     pairs: int,
+    form: rotary.Form,
     scale: float,
-    eps: float,
     dtype: mx.Dtype,
     q_norm_dtype: mx.Dtype | None,
     k_norm_dtype: mx.Dtype | None,
     sink_dtype: mx.Dtype | None,
-    head_norm: bool,
 ) -> Launch:
     """The launch for one token of ``batch`` sequences."""
     simdgroups = 1 if backend == "host" else 16 if head_dim <= 256 else 8
@@ -71,21 +69,16 @@ def plan(
         KERNEL,
         template=(
             ("T", dtype),
-            ("H", heads),
-            ("KV", kv_heads),
-            ("D", head_dim),
-            ("PAIRS", pairs),
+            *rotary.constants(form, head_dim, pairs, q_norm_dtype is not None),
             ("SIMDGROUPS", simdgroups),
             ("KEYS", KEYS),
-            ("NORM", 1 if head_norm else 0 if q_norm_dtype is None else 2),
             ("SINKS", sink_dtype is not None),
-            ("EPSILON_BITS", float_bits(eps)),
             ("SCALE_BITS", float_bits(scale)),
         ),
-        groups=(batch * heads, 1),
+        groups=(batch * form.heads, 1),
         simdgroups=simdgroups,
         input_dtypes=(dtype, mx.float32, q_norm_dtype, k_norm_dtype, dtype, mx.int32, sink_dtype),
-        output_shapes=((batch, 1, heads * head_dim),),
+        output_shapes=((batch, 1, form.heads * head_dim),),
         output_dtypes=(dtype,),
     )
 
@@ -106,22 +99,25 @@ def append_attention(
     k_norm: mx.array | None = None,
     eps: float | None = None,
     head_norm: bool = False,
+    centered: bool = False,
+    gated: bool = False,
     backend: Backend,
 ) -> mx.array:
     """Attention of ``qkv [B, L, (H + 2 KV) * D]`` over ``cache [2, B, KV, capacity, D]``, where it writes its rows.
 
-    Returns ``[B, L, H * D]``. `rotary.qkv_append` says what happens to the rows and to ``cache``, `rotary.appends` for
-    what this is, and `sdpa.cache_attention` what the attention is. Raises OptionError as they do.
+    Returns ``[B, L, H * D]``, which is multiplied by the sigmoids of the gates of ``gated`` queries.
+    `rotary.qkv_append` says what happens to the rows and to ``cache``, `rotary.appends` for what this is, and
+    `sdpa.cache_attention` what the attention is. Raises OptionError as they do.
     """
-    norms = {"q_norm": q_norm, "k_norm": k_norm, "eps": eps, "head_norm": head_norm}
-    sizes = {"heads": heads, "kv_heads": kv_heads} | norms
-    attention = {"scale": scale, "mask": mask, "window": window, "sinks": sinks}
+    sizes = {"heads": heads, "kv_heads": kv_heads, "eps": eps}
+    sizes |= {"head_norm": head_norm, "centered": centered, "gated": gated}
     if not fuses(qkv, cache, window, backend):
-        q = rotary.qkv_append(qkv, rotation, cache, start, **sizes, backend=backend)
+        attention = {"scale": scale, "mask": mask, "window": window, "sinks": sinks, "gates": qkv if gated else None}
+        q = rotary.qkv_append(qkv, rotation, cache, start, **sizes, q_norm=q_norm, k_norm=k_norm, backend=backend)
         return sdpa.cache_attention(q, cache, start, **attention, backend=backend)
-    head_dim = rotary.check_append("append_attention", qkv, rotation, cache, **sizes)
+    form = rotary.Form(**sizes)
+    head_dim = rotary.check_append("append_attention", qkv, rotation, cache, form, q_norm, k_norm)
     backend.count(APPEND_ATTENTION.name, "kernel")
     dtypes = (None if array is None else array.dtype for array in (q_norm, k_norm, sinks))
-    widths = (heads, kv_heads, head_dim, rotation.shape[1])
-    call = plan(backend.name, qkv.shape[0], *widths, scale, eps or 0.0, qkv.dtype, *dtypes, head_norm)
+    call = plan(backend.name, qkv.shape[0], head_dim, rotation.shape[1], form, scale, qkv.dtype, *dtypes)
     return backend.launch(call, (qkv, rotation, q_norm, k_norm, cache, start, sinks))[0]

@@ -13,12 +13,15 @@ from turbospark_mlx.custom_kernels.backends.op import Op
 
 PARTIAL = Kernel(
     "attention_decode_partial",
-    inputs=("q", "k", "v", "start", "sinks"),
+    inputs=("q", "k", "v", "start", "sinks", "gates", "positions"),
     outputs=("out", "peaks", "totals"),
     headers=("attention",),
 )
 COMBINE = Kernel(
-    "attention_decode_combine", inputs=("parts", "peaks", "totals", "sinks"), outputs=("y",), headers=("attention",)
+    "attention_decode_combine",
+    inputs=("parts", "peaks", "totals", "sinks", "gates"),
+    outputs=("y",),
+    headers=("attention",),
 )
 ROWS = 8
 """Query rows up to which the kernels are used: more belong to a matrix product."""
@@ -67,11 +70,15 @@ def plan(
     dtype: mx.Dtype,
     kv_dtype: mx.Dtype,
     sink_dtype: mx.Dtype | None,
+    gates: int,
+    indexed: bool,
 ) -> tuple[Launch, Launch]:
     """The two launches for ``q`` of ``shape`` and keys in ``chunks``; ``window`` 0 is none.
 
-    ``cache`` says that keys and values are one buffer.
+    ``cache`` says that keys and values are one buffer, ``gates`` how many heads the projection with the gates has,
+    ``indexed`` that keys are listed.
     """
+    gate_dtype = dtype if gates else None
     batch, heads, length, head_dim = shape
     share, rows = heads // kv_heads * length, batch * heads * length
     host, single, merged = backend == "host", chunks == 1, (batch, length, heads * value_dim)
@@ -99,10 +106,16 @@ def plan(
             ("CAUSAL", causal),
             ("WINDOW", window),
             ("SINKS", sink_dtype is not None),
+            ("GATES", gates if single else 0),
+            ("INDEXED", indexed),
         ),
         groups=(batch * kv_heads * -(-share // queries), chunks),
         simdgroups=simdgroups,
-        input_dtypes=(dtype, kv_dtype, None if cache else kv_dtype, mx.int32, sink_dtype),
+        input_dtypes=(
+            *(dtype, kv_dtype, None if cache else kv_dtype, None if indexed else mx.int32, sink_dtype),
+            gate_dtype if single else None,
+            mx.int32 if indexed else None,
+        ),
         output_shapes=(merged, None, None) if single else ((rows, chunks, value_dim), *[(rows, chunks)] * 2),
         output_dtypes=(dtype if single else mx.float32, mx.float32, mx.float32),
     )
@@ -113,10 +126,11 @@ def plan(
             ("H", heads),
             ("E", value_dim),
             ("SINKS", sink_dtype is not None),
+            ("GATES", gates),
         ),
         groups=(rows, 1),
         simdgroups=1 if host else min(4, -(-value_dim // 32)),
-        input_dtypes=(mx.float32, mx.float32, mx.float32, sink_dtype),
+        input_dtypes=(mx.float32, mx.float32, mx.float32, sink_dtype, gate_dtype),
         output_shapes=(merged,),
         output_dtypes=(dtype,),
     )
@@ -127,22 +141,27 @@ def decode_attention(
     q: mx.array,
     k: mx.array,
     v: mx.array | None,
-    start: mx.array,
+    start: mx.array | None,
     *,
     scale: float,
-    causal: bool,
-    window: int | None,
-    sinks: mx.array | None,
+    causal: bool = False,
+    window: int | None = None,
+    sinks: mx.array | None = None,
+    gates: mx.array | None = None,
+    positions: mx.array | None = None,
     backend: Backend,
 ) -> mx.array:
     """The attention that `sdpa` defines, with merged heads ``[B, L, H * E]``, for what `serves` accepts.
 
     ``k [B, KV, S, D]``, ``v [B, KV, S, E]``, or one buffer of both in ``k [2, B, KV, S, D]``. ``start`` is an int32
     array ``[1]``, the position of the first query; keys after the last query's are not read. ``S`` decides how the
-    keys are cut, because the number of keys is known on the device only.
+    keys are cut, because the number of keys is known on the device only. ``gates`` are `sdpa.cache_attention`'s.
+    ``positions [B, P]``, int32, list the keys of a single query instead, which then needs no ``start``.
     """
     batch, _, length, _ = q.shape
     kv_heads, capacity, head_dim = k.shape[-3:]
+    if positions is not None:
+        capacity = positions.shape[1]
     seen = capacity if window is None else min(capacity, window + length - 1)
     chunks = chunk_count(backend.name, length, batch * kv_heads, seen)
     partial, combine = plan(
@@ -158,10 +177,12 @@ def decode_attention(
         q.dtype,
         k.dtype,
         None if sinks is None else sinks.dtype,
+        0 if gates is None else gates.shape[2] // head_dim,
+        positions is not None,
     )
-    out, *statistics = backend.launch(partial, (q, k, v, start, sinks))
+    out, *statistics = backend.launch(partial, (q, k, v, start, sinks, gates if chunks == 1 else None, positions))
     if chunks > 1:
-        (out,) = backend.launch(combine, (out, *statistics, sinks))
+        (out,) = backend.launch(combine, (out, *statistics, sinks, gates))
     else:
         backend.prepare(combine)
     return out

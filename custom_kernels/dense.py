@@ -84,12 +84,12 @@ def dense_matmul(x: mx.array, weight: mx.array, *, bias: mx.array | None = None,
     if serves(x, weight, backend):
         backend.count(DENSE_MATMUL.name, "kernel")
 
-        def launch(part: mx.array, most: int, _: None) -> mx.array:
+        def launch(part: mx.array, most: int) -> mx.array:
             dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
             call = plan(backend.name, part.shape, most, weight.shape[0], *dtypes)
             return backend.launch(call, (weight, part, bias))[0]
 
-        return in_parts(launch, x, None, TOGETHER[backend.name], (*x.shape[:-1], weight.shape[0]))
+        return in_parts(launch, x, (), TOGETHER[backend.name], (*x.shape[:-1], weight.shape[0]))
     if backend.device == "cpu":
         backend.count(DENSE_MATMUL.name, "blas")
         return blas.dense_matmul(x, weight, bias=bias)

@@ -17,7 +17,7 @@ from turbospark_mlx.errors import OptionError
 
 KERNEL = Kernel(
     "dequant_gemv_simd",
-    inputs=("w", "scales", "biases", "x", "norm_weight", "bias", "residual"),
+    inputs=("w", "scales", "biases", "x", "norm_weight", "bias", "row_gate", "residual"),
     outputs=("y", "largest", "largest_row"),
     headers=("eight", "affine", "affine_block", "activation"),
 )
@@ -53,6 +53,7 @@ class Form(NamedTuple):
     """What stands around a product, as far as it decides about the kernel's text."""
 
     eps: float = 0.0
+    centered: bool = False
     activation: Activation | None = None
     limit: float = 0.0
     scale: float = 1.0
@@ -124,6 +125,7 @@ def plan(
     dtypes: Dtypes,
     norm_dtype: mx.Dtype | None,
     bias_dtype: mx.Dtype | None,
+    gate_dtype: mx.Dtype | None = None,
     sizes: Sizes | None = None,
 ) -> Launch:
     """The launch for ``x`` of ``shape``, whose rows, at most ``most``, are read together."""
@@ -159,6 +161,7 @@ def plan(
             ("AHEAD", sizes.ahead),
             ("TILE", tile),
             ("NORM", norm_dtype is not None),
+            ("CENTERED", form.centered),
             ("EPSILON_BITS", float_bits(form.eps)),
             ("BIAS", bias_dtype is not None),
             ("GATED", gated),
@@ -167,13 +170,14 @@ def plan(
             ("FACTOR_BITS", float_bits(form.scale)),
             ("SOFTCAP", form.softcap is not None),
             ("CAP_BITS", float_bits(form.softcap or 0.0)),
+            ("ROW_GATE", gate_dtype is not None),
             ("RESIDUAL", form.residual),
             ("ARGMAX", form.argmax),
         ),
         groups=(groups, 1),
         simdgroups=sizes.simdgroups,
         input_dtypes=(
-            *(mx.uint32, companion, companion, dtypes.x, norm_dtype, bias_dtype),
+            *(mx.uint32, companion, companion, dtypes.x, norm_dtype, bias_dtype, gate_dtype),
             dtypes.y if form.residual else None,
         ),
         output_shapes=(None, *[(prod(shape[:-1]), groups)] * 2) if form.argmax else ((*shape[:-1], out), None, None),
@@ -197,25 +201,25 @@ def combine_plan(backend: str, shape: tuple[int, ...], found: int) -> Launch:
 
 
 def in_parts(
-    launch: Callable[[mx.array, int, mx.array | None], mx.array],
+    launch: Callable[..., mx.array],
     x: mx.array,
-    residual: mx.array | None,
+    beside: Sequence[mx.array | None],
     together: Sequence[int],
     shape: tuple[int, ...],
 ) -> mx.array:
-    """``launch(part, most, residual)`` over all rows of ``x``: a result of ``shape``. A kernel reads at most ``most``
-    rows together, one of ``together``."""
+    """``launch(part, most, *beside)`` over all rows of ``x``: a result of ``shape``. A kernel reads at most ``most``
+    rows together, one of ``together``. What is given ``beside`` x has as many rows, and is cut with it."""
     columns = x.shape[-1]
     rows = x.size // columns
     if rows == 1:
-        return launch(x, 1, residual)
+        return launch(x, 1, *beside)
     # Kernels take the number of rows from the first axis.
-    flat, added = x.reshape(rows, columns), None if residual is None else residual.reshape(rows, -1)
+    flat, beside = x.reshape(rows, columns), [None if each is None else each.reshape(rows, -1) for each in beside]
     parts = []
     for start in range(0, rows, together[-1]):
         chosen = slice(start, min(start + together[-1], rows))
         most = next(size for size in together if size >= chosen.stop - start)
-        parts.append(launch(flat[chosen], most, None if added is None else added[chosen]))
+        parts.append(launch(flat[chosen], most, *(None if each is None else each[chosen] for each in beside)))
     return (parts[0] if len(parts) == 1 else mx.concatenate(parts)).reshape(shape)
 
 
@@ -230,6 +234,7 @@ def gemv(
     form: Form,
     norm_weight: mx.array | None,
     bias: mx.array | None,
+    row_gate: mx.array | None = None,
     residual: mx.array | None = None,
     dtype: mx.Dtype | None = None,
     backend: Backend,
@@ -239,14 +244,15 @@ def gemv(
     staged = dtype or x.dtype
     kinds = Dtypes(x.dtype, staged, staged if residual is None else residual.dtype)
     matrix = (out, bits, group_size, form, scales.dtype, kinds)
-    dtypes = (None if norm_weight is None else norm_weight.dtype, None if bias is None else bias.dtype)
+    dtypes = tuple(None if array is None else array.dtype for array in (norm_weight, bias, row_gate))
 
-    def launch(part: mx.array, most: int, added: mx.array | None) -> mx.array:
+    def launch(part: mx.array, most: int, gate: mx.array | None, added: mx.array | None) -> mx.array:
         call = plan(backend.name, part.shape, most, *matrix, *dtypes)
-        made = backend.launch(call, (weight, scales, biases, part, norm_weight, bias, added))
+        made = backend.launch(call, (weight, scales, biases, part, norm_weight, bias, gate, added))
         if form.argmax:
             made = backend.launch(combine_plan(backend.name, part.shape[:-1], call.groups[0]), tuple(made))
         return made[0]
 
     together = [n for n in TOGETHER[backend.name] if n == 1 or fits(backend.name, n, columns, staged)]
-    return in_parts(launch, x, residual, together, x.shape[:-1] if form.argmax else (*x.shape[:-1], out))
+    shape = x.shape[:-1] if form.argmax else (*x.shape[:-1], out)
+    return in_parts(launch, x, (row_gate, residual), together, shape)

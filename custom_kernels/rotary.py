@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -12,7 +13,7 @@ from turbospark_mlx.custom_kernels.backends import Backend
 from turbospark_mlx.custom_kernels.backends.kernel import Kernel, Launch, float_bits
 from turbospark_mlx.custom_kernels.backends.op import Op
 from turbospark_mlx.custom_kernels.norm import rms_norm_reference
-from turbospark_mlx.custom_kernels.rotation import rotations
+from turbospark_mlx.custom_kernels.rotation import rotate_reference, rotations
 from turbospark_mlx.errors import OptionError
 
 KERNEL = Kernel(
@@ -35,9 +36,26 @@ def rotation_table(frequencies: np.ndarray, offset: int, length: int) -> np.ndar
     return rotations(frequencies, np.arange(offset, offset + length))
 
 
-def stored_heads(heads: int, kv_heads: int, shared_values: bool) -> int:
+def stored_heads(heads: int, kv_heads: int, shared_values: bool = False, gated: bool = False) -> int:
     """The heads of a joint projection."""
-    return heads + kv_heads * (1 if shared_values else 2)
+    return heads * (2 if gated else 1) + kv_heads * (1 if shared_values else 2)
+
+
+class Form(NamedTuple):
+    """What a joint projection holds, and what is done with it, as far as it decides about the kernels' text."""
+
+    heads: int
+    kv_heads: int
+    eps: float | None
+    head_norm: bool = False
+    value_norm: bool = False
+    shared_values: bool = False
+    centered: bool = False
+    gated: bool = False
+
+    @property
+    def stored(self) -> int:
+        return stored_heads(self.heads, self.kv_heads, self.shared_values, self.gated)
 
 
 def qkv_epilogue_reference(
@@ -50,63 +68,52 @@ def qkv_epilogue_reference(
     k_norm=None,
     eps=None,
     head_norm: bool = False,
+    centered: bool = False,
     value_norm: bool = False,
     shared_values: bool = False,
+    gated: bool = False,
 ):
     """Definition of `qkv_epilogue`."""
     batch, length, width = qkv.shape
-    head_dim = width // stored_heads(heads, kv_heads, shared_values)
+    head_dim = width // stored_heads(heads, kv_heads, shared_values, gated)
     split = qkv.astype(mx.float32).reshape(batch, length, -1, head_dim).transpose(0, 2, 1, 3)
+    if gated:
+        split = mx.concatenate([split[:, : 2 * heads : 2], split[:, 2 * heads :]], axis=1)
     q, k = split[:, :heads], split[:, heads : heads + kv_heads]
     v = k if shared_values else split[:, heads + kv_heads :]
     if q_norm is not None or head_norm:
-        q = rms_norm_reference(q, q_norm, eps=eps)
-    if k_norm is not None or head_norm:
-        k = rms_norm_reference(k, k_norm, eps=eps)
+        q = rms_norm_reference(q, q_norm, eps=eps, centered=centered)
+    if (k_norm is not None or head_norm) and kv_heads:
+        k = rms_norm_reference(k, k_norm, eps=eps, centered=centered)
     if value_norm:
         v = rms_norm_reference(v, None, eps=eps)
-    cosine, sine, pairs = rotation[..., 0], rotation[..., 1], rotation.shape[1]
-
-    def rotate(x):
-        first, second, kept = mx.split(x, [pairs, 2 * pairs], axis=-1)
-        return mx.concatenate([first * cosine - second * sine, second * cosine + first * sine, kept], axis=-1)
-
-    return rotate(q).astype(qkv.dtype), mx.stack([rotate(k), v]).astype(qkv.dtype) if kv_heads else None
+    q = rotate_reference(q, rotation).astype(qkv.dtype)
+    return q, mx.stack([rotate_reference(k, rotation), v]).astype(qkv.dtype) if kv_heads else None
 
 
 @lru_cache(maxsize=4096)
 def plan(
     backend: str,
     shape: tuple[int, ...],
-    heads: int,
-    kv_heads: int,
     pairs: int,
-    eps: float,
+    form: Form,
     dtype: mx.Dtype,
     q_norm_dtype: mx.Dtype | None,
     k_norm_dtype: mx.Dtype | None,
-    head_norm: bool,
-    value_norm: bool,
-    shared_values: bool,
     append: bool,
 ) -> Launch:
     """The launch for ``qkv`` of ``shape``; ``append`` writes keys and values into a cache."""
-    batch, length, width = shape
-    head_dim = width // stored_heads(heads, kv_heads, shared_values)
+    (batch, length, width), heads, kv_heads = shape, form.heads, form.kv_heads
+    head_dim = width // form.stored
     units = batch * length * (heads + 2 * kv_heads)
     host = backend == "host"
     return Launch(
         KERNEL,
         template=(
             ("T", dtype),
-            ("H", heads),
-            ("KV", kv_heads),
-            ("D", head_dim),
-            ("PAIRS", pairs),
-            ("NORM", 1 if head_norm else 0 if q_norm_dtype is None else 2),
-            ("EPSILON_BITS", float_bits(eps)),
-            ("VALUE_NORM", value_norm),
-            ("SHARED_VALUES", shared_values),
+            *constants(form, head_dim, pairs, q_norm_dtype is not None),
+            ("VALUE_NORM", form.value_norm),
+            ("SHARED_VALUES", form.shared_values),
             ("APPEND", append),
         ),
         groups=(max(1, batch * length * width // VALUES_PER_GROUP) if host else -(-units // 4), 1),
@@ -120,6 +127,20 @@ def plan(
     )
 
 
+def constants(form: Form, head_dim: int, pairs: int, learned: bool) -> tuple[tuple[str, int | bool], ...]:
+    """Template parameters of the kernels that split a joint projection."""
+    return (
+        ("H", form.heads),
+        ("KV", form.kv_heads),
+        ("D", head_dim),
+        ("PAIRS", pairs),
+        ("GATED", form.gated),
+        ("NORM", 1 if form.head_norm else 2 if learned else 0),
+        ("CENTERED", form.centered),
+        ("EPSILON_BITS", float_bits(form.eps or 0.0)),
+    )
+
+
 def qkv_epilogue(
     qkv: mx.array,
     rotation: mx.array,
@@ -130,31 +151,30 @@ def qkv_epilogue(
     k_norm: mx.array | None = None,
     eps: float | None = None,
     head_norm: bool = False,
+    centered: bool = False,
     value_norm: bool = False,
     shared_values: bool = False,
+    gated: bool = False,
     backend: Backend,
 ) -> tuple[mx.array, mx.array | None]:
     """Split ``qkv [B, L, (H + 2 KV) * D]`` into heads, normalize and rotate queries and keys.
 
-    Returns ``q [B, H, L, D]`` and ``kv [2, B, KV, L, D]``, keys first, in the dtype of ``qkv``. Pairs ``(i, i + P)``
-    turn by ``rotation [L, P, 2]`` (see `rotation_table`), and dimensions from ``2 P`` on stay as they are. ``q_norm
-    [D]``, ``k_norm [D]`` with ``eps`` stand for `norm.rms_norm` of each head before, ``head_norm`` for that without
-    weights, ``value_norm`` for that of values.
+    Returns ``q [B, H, L, D]`` and ``kv [2, B, KV, L, D]``, keys first, in the dtype of ``qkv``. Pairs ``(i, i + P)`` of
+    the first ``2 P`` dimensions turn by ``rotation [L, P, 2]`` (see `rotation_table`). ``q_norm [D]``, ``k_norm [D]``
+    with ``eps`` stand for `norm.rms_norm` of each head before, stored less 1 where ``centered``, ``head_norm`` for that
+    without weights, ``value_norm`` for that of values.
 
     With ``shared_values`` the rows of keys, before norm and rotation, are the values too, and ``qkv`` is ``[B, L, (H +
-    KV) * D]``. With ``kv_heads`` 0 there are queries alone, and None for ``kv``. Raises OptionError for shapes that do
-    not fit.
+    KV) * D]``. With ``gated`` every query head is followed by one of gates, which are left alone: ``qkv`` is ``[B, L,
+    (2 H + 2 KV) * D]``. With ``kv_heads`` 0 there are queries alone, and None for ``kv``. Raises OptionError for shapes
+    that do not fit.
     """
-    _check(
-        "qkv_epilogue", qkv.shape, rotation, heads, kv_heads, q_norm, k_norm, eps, head_norm, value_norm, shared_values
-    )
+    form = Form(heads, kv_heads, eps, head_norm, value_norm, shared_values, centered, gated)
+    _check("qkv_epilogue", qkv.shape, rotation, form, q_norm, k_norm)
     if qkv.size == 0 or not QKV_EPILOGUE.serves(backend, qkv.dtype):
         backend.count(QKV_EPILOGUE.name, "mlx")
-        norms = {"q_norm": q_norm, "k_norm": k_norm, "eps": eps, "head_norm": head_norm, "value_norm": value_norm}
-        sizes = {"heads": heads, "kv_heads": kv_heads, "shared_values": shared_values}
-        return qkv_epilogue_reference(qkv, rotation, **sizes, **norms)
-    options = head_norm, value_norm, shared_values
-    q, *kv = _launch(qkv, rotation, heads, kv_heads, q_norm, k_norm, eps, *options, None, None, backend)
+        return qkv_epilogue_reference(qkv, rotation, q_norm=q_norm, k_norm=k_norm, **form._asdict())
+    q, *kv = _launch(qkv, rotation, form, q_norm, k_norm, None, None, backend)
     return q, kv[0] if kv else None
 
 
@@ -184,8 +204,10 @@ def qkv_append(
     k_norm: mx.array | None = None,
     eps: float | None = None,
     head_norm: bool = False,
+    centered: bool = False,
     value_norm: bool = False,
     shared_values: bool = False,
+    gated: bool = False,
     backend: Backend,
 ) -> mx.array:
     """`qkv_epilogue` that writes keys and values into ``cache`` itself, for what `appends` accepts; returns ``q``.
@@ -194,29 +216,15 @@ def qkv_append(
     ``start``, an int32 array ``[1]``, on. MLX does not know of it: wait for ``q``, or for what is computed from it,
     before the cache is read by anything but `cache_attention` of this ``q``. Raises OptionError as `qkv_epilogue` does.
     """
-    options = head_norm, value_norm, shared_values
-    check_append("qkv_append", qkv, rotation, cache, heads, kv_heads, q_norm, k_norm, eps, *options)
-    return _launch(qkv, rotation, heads, kv_heads, q_norm, k_norm, eps, *options, cache, start, backend)[0]
+    form = Form(heads, kv_heads, eps, head_norm, value_norm, shared_values, centered, gated)
+    check_append("qkv_append", qkv, rotation, cache, form, q_norm, k_norm)
+    return _launch(qkv, rotation, form, q_norm, k_norm, cache, start, backend)[0]
 
 
-def check_append(
-    op: str,
-    qkv,
-    rotation,
-    cache,
-    heads,
-    kv_heads,
-    q_norm,
-    k_norm,
-    eps,
-    head_norm=False,
-    value_norm=False,
-    shared_values=False,
-) -> int:
+def check_append(op: str, qkv, rotation, cache, form: Form, q_norm, k_norm) -> int:
     """Check that rows fit a cache; returns D. Raises OptionError."""
-    options = head_norm, value_norm, shared_values
-    head_dim = _check(op, qkv.shape, rotation, heads, kv_heads, q_norm, k_norm, eps, *options)
-    batch, length, _ = qkv.shape
+    head_dim = _check(op, qkv.shape, rotation, form, q_norm, k_norm)
+    (batch, length, _), kv_heads = qkv.shape, form.kv_heads
     if (
         cache.ndim != 5
         or cache.shape != (2, batch, kv_heads, cache.shape[3], head_dim)
@@ -230,21 +238,22 @@ def check_append(
     return head_dim
 
 
-def _check(op: str, shape, rotation, heads, kv_heads, q_norm, k_norm, eps, head_norm, value_norm, shared_values) -> int:
+def _check(op: str, shape, rotation, form: Form, q_norm, k_norm) -> int:
     """Check that the parts belong together; returns D. Raises OptionError."""
-    _, length, width = shape
-    head_dim, rest = divmod(width, stored_heads(heads, kv_heads, shared_values))
+    (_, length, width), heads, kv_heads = shape, form.heads, form.kv_heads
+    head_dim, rest = divmod(width, form.stored)
     pairs = rotation.shape[1] if rotation.ndim == 3 else 0
-    if rest or rotation.shape != (length, pairs, 2) or not 0 < 2 * pairs <= head_dim:
+    if rest or not 0 < 2 * pairs <= head_dim or rotation.shape != (length, pairs, 2):
+        queries = f"2 * {heads}" if form.gated else heads
         raise OptionError(
-            f"{op}: qkv {list(shape)} of {heads} + {1 if shared_values else 2} * {kv_heads} heads, rotation "
+            f"{op}: qkv {list(shape)} of {queries} + {1 if form.shared_values else 2} * {kv_heads} heads, rotation "
             f"{list(rotation.shape)} do not fit [B, L, heads * D] and [L, P, 2] with P at most D / 2"
         )
     learned = q_norm is not None
-    normed = learned or head_norm or value_norm
-    if (k_norm is not None) != (learned and kv_heads > 0) or (eps is not None) != normed:
+    normed = learned or form.head_norm or form.value_norm
+    if (k_norm is not None) != (learned and kv_heads > 0) or (form.eps is not None) != normed:
         raise OptionError(f"{op}: q_norm, k_norm and eps belong together")
-    if learned and head_norm:
+    if learned and form.head_norm:
         raise OptionError(f"{op}: head_norm is a norm without weights; q_norm is one")
     for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
         if weight is not None and weight.shape != (head_dim,):
@@ -252,12 +261,8 @@ def _check(op: str, shape, rotation, heads, kv_heads, q_norm, k_norm, eps, head_
     return head_dim
 
 
-def _launch(
-    qkv, rotation, heads, kv_heads, q_norm, k_norm, eps, head_norm, value_norm, shared_values, cache, start, backend
-) -> list[mx.array]:
+def _launch(qkv, rotation, form: Form, q_norm, k_norm, cache, start, backend) -> list[mx.array]:
     backend.count((QKV_EPILOGUE if cache is None else QKV_APPEND).name, "kernel")
     dtypes = (None if weight is None else weight.dtype for weight in (q_norm, k_norm))
-    variant = head_norm, value_norm, shared_values, cache is not None
-    sizes = (heads, kv_heads, rotation.shape[1])
-    call = plan(backend.name, qkv.shape, *sizes, eps or 0.0, qkv.dtype, *dtypes, *variant)
+    call = plan(backend.name, qkv.shape, rotation.shape[1], form, qkv.dtype, *dtypes, cache is not None)
     return backend.launch(call, (qkv, rotation, q_norm, k_norm, cache, start))

@@ -18,7 +18,7 @@ KERNEL = Kernel(
     "router_topk_select",
     inputs=("x", "w", "logits", "bias", "expert_scale"),
     outputs=("indices", "weights"),
-    headers=("eight", "reduce"),
+    headers=("eight", "reduce", "order"),
 )
 ROUTER_TOPK_SELECT = Op("router_topk_select", (KERNEL,), rows=ROWS, only="of up to 1,024 experts")
 MOST_EXPERTS = 1024

@@ -104,12 +104,18 @@ def attention(
     return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sinks)
 
 
-def cache_attention_reference(q, kv, start, *, scale: float, mask: Mask = None, window=None, sinks=None) -> mx.array:
+def cache_attention_reference(
+    q, kv, start, *, scale: float, mask: Mask = None, window=None, sinks=None, gates=None
+) -> mx.array:
     """Definition of `cache_attention`."""
     keys = min(start.item() + q.shape[2], kv.shape[3])
     k, v = kv[0, :, :, :keys], kv[1, :, :, :keys]
-    y = attention_reference(q, k, v, scale=scale, mask=mask, window=window, sinks=sinks)
-    return y.swapaxes(1, 2).reshape(y.shape[0], y.shape[2], -1)
+    y = attention_reference(q.astype(mx.float32), k, v, scale=scale, mask=mask, window=window, sinks=sinks)
+    batch, heads, length, head_dim = y.shape
+    y = y.swapaxes(1, 2)
+    if gates is not None:
+        y = y * mx.sigmoid(gates.astype(mx.float32).reshape(batch, length, -1, head_dim)[:, :, 1 : 2 * heads : 2])
+    return y.reshape(batch, length, -1).astype(q.dtype)
 
 
 def cache_attention(
@@ -121,13 +127,16 @@ def cache_attention(
     mask: Literal["causal"] | None = None,
     window: int | None = None,
     sinks: mx.array | None = None,
+    gates: mx.array | None = None,
     backend: Backend,
 ) -> mx.array:
     """`attention` over a cache's buffer in place, with the heads side by side, for what `serves_cache` accepts.
 
     ``q [B, H, L, D]``, ``kv [2, B, KV, capacity, D]`` with keys first -> ``[B, L, H * D]``, which is what an output
     projection takes. ``start`` is an int32 array ``[1]``, the position of the first query, read on the device; the keys
-    are the first ``start + L`` rows, or all where there are no more. Raises OptionError for shapes that do not fit.
+    are the first ``start + L`` rows, or all where there are no more. ``gates [B, L, S * D]`` are a joint projection, of
+    whose S heads the second, fourth and so on up to the 2 H-th hold logits: the result is multiplied by their sigmoids.
+    Raises OptionError for shapes that do not fit.
     """
     batch, heads, length, head_dim = q.shape
     kv_heads, capacity = kv.shape[2], kv.shape[3]
@@ -136,6 +145,10 @@ def cache_attention(
             f"cache_attention: q {list(q.shape)} and kv {list(kv.shape)} do not fit [B, H, L, D] and "
             "[2, B, KV, capacity, D] with H a multiple of KV and L at most the capacity"
         )
+    if gates is not None and (gates.shape[:2] != (batch, length) or gates.shape[2] < 2 * heads * head_dim):
+        raise OptionError(
+            f"cache_attention: gates {list(gates.shape)} are not [{batch}, {length}, at least {2 * heads} * {head_dim}]"
+        )
     backend.count(decode_attention.ATTENTION.name, "kernel")
-    options = {"scale": scale, "causal": mask is not None, "window": window, "sinks": sinks, "backend": backend}
-    return decode_attention.decode_attention(q, kv, None, start, **options)
+    options = {"scale": scale, "causal": mask is not None, "window": window, "sinks": sinks, "gates": gates}
+    return decode_attention.decode_attention(q, kv, None, start, **options, backend=backend)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -54,14 +54,22 @@ class DeclaredFamily:
         self.config_from_hf, self.config_from_manifest = config.config_from_hf, config.config_from_manifest
         self.place, self.expected, self.experts = weights.place, weights.expected, weights.experts
         self.settle = getattr(weights, "settle", self._settled)
+        self.table_facts = getattr(weights, "table_facts", self._no_table)
         self.hf_config_from_gguf, self.gguf_name = gguf.hf_config_from_gguf, gguf.gguf_name
         self.gguf_rows = gguf.gguf_rows
         self.unused = getattr(weights, "unused", self._all_used)
 
     @staticmethod
-    def _settled(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> ModelConfig:
+    def _settled(
+        config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], values: Callable[[str], Any]
+    ) -> ModelConfig:
         """For families whose configuration says everything."""
         return config
+
+    @staticmethod
+    def _no_table(config: ModelConfig) -> None:
+        """For families whose models have no table."""
+        return None
 
     @staticmethod
     def _all_used(config: ModelConfig) -> Mapping[str, str]:

@@ -15,7 +15,7 @@ import mlx.nn as nn
 from turbospark_mlx.cache import LinearKV, RingKV
 from turbospark_mlx.custom_kernels import backends
 from turbospark_mlx.families.layers import AffineEmbedding, AffineLinear, Builder, Format, Module, Positions
-from turbospark_mlx.protocols import ExpertFactory, LayerCache, ModelConfig
+from turbospark_mlx.protocols import ExpertFactory, LayerCache, ModelConfig, RowTable
 
 
 class Decoder(Module):
@@ -57,13 +57,15 @@ class CausalModel(Module):
         fused: bool = True,
         max_context: int | None = None,
         experts: ExpertFactory | None = None,
+        table: RowTable | None = None,
     ):
         """Zeroed parameters, to be loaded.
 
         ``formats`` says how each tensor is stored (see ``layers.Builder``), ``dtype`` is that of activations.
         ``fused=False`` makes plain ``mlx.nn`` modules. ``max_context`` is the longest context to expect, by which
         LongRoPE chooses its frequencies; None means the trained one. ``experts`` makes the routed experts of each
-        layer; None makes them parameters.
+        layer; None makes them parameters. ``table`` is the model's table on disk, in families that have one; None
+        makes it a parameter too.
         """
         super().__init__()
         self.args, self.model_type, self.dtype, self.fused = config, config.model_type, dtype, fused
@@ -71,7 +73,7 @@ class CausalModel(Module):
         self.parameter_count = sum(map(prod, self.expected(config).values()))
         self.backend = backend or backends.select()
         residual = mx.float32 if self.float32_residual else None
-        build = Builder(self.backend, dtype, formats or {}, fused, experts, residual)
+        build = Builder(self.backend, dtype, formats or {}, fused, experts, residual, table)
         self.model = self.decoder(config, build, max_context or config.max_position_embeddings)
         if not config.tie_word_embeddings:
             self.lm_head = build.linear("lm_head", config.hidden_size, config.vocab_size)
@@ -123,6 +125,13 @@ class CausalModel(Module):
     @property
     def layers(self) -> list[nn.Module]:
         return self.model.layers
+
+    def check(self) -> None:
+        """Raise InstallError where the values that were loaded contradict the configuration."""
+
+    def warm_up(self) -> list[mx.array]:
+        """What to evaluate so that every kernel is compiled which passes of a few tokens do not come to."""
+        return []
 
     def make_cache(self, max_length: int | None = None) -> list[LayerCache]:
         """An empty state for each layer, for sequences of up to ``max_length`` tokens."""

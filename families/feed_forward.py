@@ -32,14 +32,22 @@ class FeedForward(Module):
         )
         self.down_proj = build.linear(f"{path}.down_proj", wide, hidden, bias=bias)
 
-    def __call__(self, x: mx.array, *, norm: nn.Module | None = None, residual: mx.array | None = None) -> mx.array:
-        """``norm`` is applied to ``x`` before, ``residual`` is added after."""
+    def __call__(
+        self,
+        x: mx.array,
+        *,
+        norm: nn.Module | None = None,
+        row_gate: mx.array | None = None,
+        residual: mx.array | None = None,
+    ) -> mx.array:
+        """``norm`` is applied to ``x`` before; rows are multiplied by the sigmoids of ``row_gate [..., 1]``, and then
+        ``residual`` is added."""
         joint = self._gate_up.joint(self.gate_proj, self.up_proj)
         if joint is not None:
-            if norm is not None and (not isinstance(norm, RMSNorm) or norm.centered):
+            if norm is not None and not isinstance(norm, RMSNorm):
                 x, norm = norm(x), None
             opened = joint.gated(x, norm=norm, activation=self._activation)
         else:
             gate, up = self._gate_up(x, self.gate_proj, self.up_proj, norm=norm)
             opened = _ACTIVATIONS[self._activation](gate) * up
-        return project(self.down_proj, opened, residual=residual)
+        return project(self.down_proj, opened, row_gate=row_gate, residual=residual)

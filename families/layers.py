@@ -29,7 +29,7 @@ from turbospark_mlx.custom_kernels import (
 from turbospark_mlx.custom_kernels.backends import Backend
 from turbospark_mlx.custom_kernels.gated import gated_product_reference
 from turbospark_mlx.errors import OptionError
-from turbospark_mlx.protocols import AffineFormat, ExpertFactory, LayerCache, Mxfp4Format, PackedFormat
+from turbospark_mlx.protocols import AffineFormat, ExpertFactory, LayerCache, Mxfp4Format, PackedFormat, RowTable
 
 DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
 
@@ -93,6 +93,7 @@ class AffineLinear(Module):
         x: mx.array,
         *,
         norm: RMSNorm | None = None,
+        row_gate: mx.array | None = None,
         residual: mx.array | None = None,
         scale: float = 1.0,
         softcap: float | None = None,
@@ -108,6 +109,8 @@ class AffineLinear(Module):
             bias=self.get("bias"),
             norm_weight=None if norm is None else norm["weight"],
             eps=None if norm is None else norm.eps,
+            centered=norm is not None and norm.centered,
+            row_gate=row_gate,
             residual=residual,
             scale=scale,
             softcap=softcap,
@@ -128,6 +131,7 @@ class AffineLinear(Module):
             bias=self.get("bias"),
             norm_weight=None if norm is None else norm["weight"],
             eps=None if norm is None else norm.eps,
+            centered=norm is not None and norm.centered,
             dtype=None if norm is None else norm.dtype,
             backend=self._backend,
         )
@@ -315,13 +319,21 @@ def plain_attention(
     return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sinks)
 
 
-def project(linear: nn.Module, x: mx.array, *, norm: nn.Module | None = None, residual: mx.array | None = None):
-    """``linear(norm(x)) + residual``, as one operation where this package's modules allow it."""
-    if norm is not None and not (isinstance(linear, AffineLinear) and isinstance(norm, RMSNorm) and not norm.centered):
+def project(
+    linear: nn.Module,
+    x: mx.array,
+    *,
+    norm: nn.Module | None = None,
+    row_gate: mx.array | None = None,
+    residual: mx.array | None = None,
+):
+    """``linear(norm(x)) * sigmoid(row_gate) + residual``, as one operation where this package's modules allow it."""
+    if norm is not None and not (isinstance(linear, AffineLinear) and isinstance(norm, RMSNorm)):
         x, norm = norm(x), None
     if isinstance(linear, AffineLinear):
-        return linear(x, norm=norm, residual=residual)
+        return linear(x, norm=norm, row_gate=row_gate, residual=residual)
     y = linear(x)
+    y = y if row_gate is None else y * mx.sigmoid(row_gate).astype(y.dtype)
     return y if residual is None else residual + y
 
 
@@ -434,6 +446,12 @@ class Projections:
         x = x if norm is None else norm(x)
         return [part(x) for part in parts]
 
+    def side_by_side(self, x: mx.array, *parts: nn.Module, norm: nn.Module | None = None) -> mx.array:
+        """The products of a call as one array."""
+        if self._joined(parts):
+            return project(self._joint, x, norm=norm)
+        return mx.concatenate(self(x, *parts, norm=norm), axis=-1)
+
 
 @dataclass(frozen=True)
 class Builder:
@@ -443,7 +461,7 @@ class Builder:
     is that of activations, and of the residual stream unless that is in ``residual``; norms then bring it to ``dtype``.
     ``fused`` chooses this package's modules, with joint projections; without it, plain
     ``mlx.nn`` modules are made, which have gradients. ``experts`` makes routed experts that live elsewhere than in
-    parameters.
+    parameters, ``table`` is one of which rows are read as they are needed.
     """
 
     backend: Backend
@@ -452,6 +470,7 @@ class Builder:
     fused: bool = True
     experts: ExpertFactory | None = None
     residual: mx.Dtype | None = None
+    table: RowTable | None = None
 
     @property
     def gated_product(self) -> Callable[..., mx.array]:

@@ -11,6 +11,7 @@ import mlx.nn as nn
 
 from turbospark_mlx.custom_kernels import router_topk_select
 from turbospark_mlx.custom_kernels.backends import Backend
+from turbospark_mlx.families.feed_forward import FeedForward
 from turbospark_mlx.families.layers import Builder, Linear, Module, gelu_tanh
 from turbospark_mlx.protocols import Experts, ExpertSpec
 
@@ -89,3 +90,33 @@ class SparseMoe(Module):
         indices, weights = route(self.gate, rows, self._top_k, normalize=self._normalize, backend=self._backend)
         pending = self.switch_mlp.begin(indices)
         return self.switch_mlp.finish(pending, rows, weights, residual=added).reshape(x.shape)
+
+
+class SharedExpertMoe(Module):
+    """Routed experts, whose weights add up to 1, and a shared one with a gate, as Qwen 3.5 has them."""
+
+    def __init__(self, path: str, position: int, spec: ExpertSpec, shared_width: int, build: Builder):
+        """``position`` counts the layers that have experts, ``shared_width`` is that of the shared one."""
+        super().__init__()
+        self._experts, self._top_k, self._backend = spec.num_experts, spec.top_k, build.backend
+        (self.gate, self.shared_expert_gate), self._gates = build.projections(
+            spec.hidden, {f"{path}.gate": spec.num_experts, f"{path}.shared_expert_gate": 1}
+        )
+        self.switch_mlp = routed_experts(f"{path}.switch_mlp", position, spec, build)
+        self.shared_expert = FeedForward(f"{path}.shared_expert", spec.hidden, shared_width, build)
+
+    def __call__(self, x: mx.array, *, norm: nn.Module | None = None, residual: mx.array | None = None) -> mx.array:
+        """``norm`` is applied to ``x`` before, ``residual`` is added after."""
+        rows = (x if norm is None else norm(x)).reshape(-1, x.shape[-1])
+        added = None if residual is None else residual.reshape(rows.shape)
+        joint = self._gates.joint(self.gate, self.shared_expert_gate)
+        options = {"normalize": True, "backend": self._backend}
+        if joint is None:
+            indices, weights = route(self.gate, rows, self._top_k, **options)
+            row_gate = self.shared_expert_gate(rows)
+        else:
+            logits, row_gate = mx.split(joint(rows.astype(mx.float32)), [self._experts], axis=-1)
+            indices, weights = router_topk_select(logits, top_k=self._top_k, **options)
+        pending = self.switch_mlp.begin(indices)
+        shared = self.shared_expert(rows, row_gate=row_gate, residual=added)
+        return self.switch_mlp.finish(pending, rows, weights, meanwhile=(shared,), residual=shared).reshape(x.shape)

@@ -21,6 +21,34 @@ TINY = {
     "vocab_size": 640,
 }
 
+TINY_QWEN = {
+    "num_hidden_layers": 4,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"],
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "vocab_size": 640,
+}
+TINY_EXPERTS = {
+    "num_experts": 12,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 192,
+}
+
+
+def tiny(config: dict, **fields) -> dict:
+    """A shape in miniature."""
+    if "text_config" not in config:
+        return {**config, **TINY, **fields}
+    more = TINY_EXPERTS if "num_experts" in config["text_config"] else {"intermediate_size": 512}
+    return {**config, "text_config": {**config["text_config"], **TINY_QWEN, **more, **fields}}
+
+
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
@@ -40,15 +68,19 @@ MUSE = {**SPARK, "layer_rope_theta": [500000.0, 0]}
 
 
 @pytest.mark.parametrize(
-    ("shape", "layers"), [("llama-8b", {}), ("llama-1b", {}), ("muse-30b", MUSE), ("spark-4b", SPARK)]
+    ("shape", "layers"),
+    [
+        *[("llama-8b", {}), ("llama-1b", {}), ("muse-30b", MUSE), ("spark-4b", SPARK)],
+        *[("qwen3.5-0.8b", {}), ("qwen3.5-35b-a3b", {})],
+    ],
 )
 def test_a_made_up_model_and_its_twin_are_the_same(benchmarks, shape, layers):
     import peers
     import shapes
 
-    config = {**shapes.SHAPES[shape], **TINY, **layers}
+    config = tiny(shapes.SHAPES[shape], **layers)
     model = shapes.make_model(config, backends.select("reference"))
-    twin = peers.mlx_lm_twin(dict(tree_flatten(model.parameters())), config, mx.float32)
+    twin = peers.mlx_lm_twin(shapes.named_arrays(model), config, mx.float32)
     ids = [5, 600, 17, 33]
     ours = np.array(Runner(model, max_context=16).prefill(ids))
     theirs = np.array(twin(mx.array([ids]))[0, -1])
@@ -80,3 +112,27 @@ def test_the_shape_of_llama_8b(benchmarks):
     expected = family.expected(family.config_from_hf(config))
     # Llama 3.1 8B's model card: 8,030,261,248 parameters.
     assert sum(int(np.prod(shape)) for shape in expected.values()) == 8_030_261_248
+
+
+def test_the_shape_of_qwen_35b(benchmarks):
+    import shapes
+
+    from turbospark_mlx.families import family_for_model_type
+
+    config = shapes.SHAPES["qwen3.5-35b-a3b"]
+    family = family_for_model_type("qwen3_5_moe")
+    parsed = family.config_from_hf(config)
+    # The model card: 35 billion parameters, of which 3 are read for a token.
+    assert 34e9 < sum(int(np.prod(shape)) for shape in family.expected(parsed).values()) < 35.5e9
+    assert parsed.num_hidden_layers == 40
+    assert sum(map(parsed.recurs, range(40))) == 30
+
+
+def test_what_a_token_reads_of_experts(benchmarks):
+    import shapes
+
+    config = tiny(shapes.SHAPES["qwen3.5-35b-a3b"])
+    model = shapes.make_model(config, backends.select("reference"))
+    kept = sum(a.nbytes for name, a in tree_flatten(model.parameters()) if "embed_tokens" not in name)
+    chosen = 4 * 3 * 3 * 128 * 256 * (4 + 2 * 16 / 64) // 8  # layers, experts, matrices of 128 x 256
+    assert shapes.bytes_a_token(model, 10) == kept + chosen + model.args.kv_bytes(10, 4)

@@ -116,3 +116,15 @@ def test_a_shaped_install_with_mxfp4_experts_runs(monkeypatch, tmp_path):
         logits = np.array(runner.prefill(runner.tokenizer.encode("Hello")))
     assert np.isfinite(logits).all()
     assert logits.std() > 0.01
+
+
+def test_a_shaped_install_with_a_table_runs(monkeypatch, tmp_path):
+    monkeypatch.setitem(shaped.SHAPES, "small", tiny_config("qwen4", "qwen4"))
+    path = make_shaped_install("small", tmp_path / "small.gturbo", progress=False)
+    with Runner.open(path, kernels="reference") as runner:
+        logits = np.array(runner.prefill(runner.tokenizer.encode("Hello")))
+    assert np.isfinite(logits).all()
+    assert logits.std() > 0.01
+    _, layout = sizes("qwen4-exp-8-layers")
+    assert (len(layout.layers), layout.experts_per_layer) == (8, 512)
+    assert 0 <= layout.stride - 2_764_800 < 16384

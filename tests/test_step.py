@@ -16,6 +16,7 @@ from turbospark_mlx.testing import make_tiny_install
 needs_compiler = pytest.mark.skipif(not compiler.candidates(), reason="no C++ compiler on this machine")
 pytestmark = pytest.mark.skipif(mx.default_device() != mx.cpu, reason="the CPU's way")
 LLAMA = ("llama", "mistral", "qwen3", "llama-biases", "mixtral", "qwen3-moe", "qwen3-moe-sums")
+QWEN = ("qwen3.5", "qwen3.5-moe", "qwen3.5-tied")
 GEMMA4 = ("gemma4-moe", "gemma4-dense", "gemma4-small", "gemma4-untied")
 MUSE = ("muse-glimmer", "muse-glimmer-tied")
 SPARK = ("spark", "spark-biases", "spark-one-key", "spark-full")
@@ -28,7 +29,13 @@ def install(tmp_path_factory):
         variant: make_tiny_install(
             family, tmp_path_factory.mktemp("step") / f"{variant}.gturbo", variant=variant, group_size=32
         )
-        for family, variants in (("llama", LLAMA), ("gemma4", GEMMA4), ("muse", MUSE), ("spark", SPARK))
+        for family, variants in (
+            ("llama", LLAMA),
+            ("gemma4", GEMMA4),
+            ("muse", MUSE),
+            ("spark", SPARK),
+            ("qwen", QWEN),
+        )
         for variant in variants
     }
 
@@ -65,7 +72,7 @@ def test_a_recorded_step_gives_the_same_bits(install, variant, prompt):
 
 
 @needs_compiler
-@pytest.mark.parametrize("variant", [*LLAMA[3:], *GEMMA4, *MUSE, *SPARK])
+@pytest.mark.parametrize("variant", [*LLAMA[3:], *GEMMA4, *MUSE, *SPARK, *QWEN])
 def test_every_operation_of_a_step_is_a_kernel(install, variant):
     """Routers, experts in memory, scaled or normalised embeddings, inputs for each layer, gates on attention, biases,
     over a window's edge."""
@@ -75,12 +82,13 @@ def test_every_operation_of_a_step_is_a_kernel(install, variant):
 
 
 @needs_compiler
+@pytest.mark.parametrize("variant", ["gemma4-moe", "qwen3.5-moe"])
 @pytest.mark.parametrize("residency", ["streamed", "mapped"])
-def test_experts_that_are_read_on_the_way_give_the_bits_of_a_recorded_step(install, residency):
+def test_experts_that_are_read_on_the_way_give_the_bits_of_a_recorded_step(install, residency, variant):
     slots = {"expert_slots": 3} if residency == "streamed" else {}
     with (
-        Runner.open(install["gemma4-moe"], kernels="host", residency="resident") as runner,
-        Runner.open(install["gemma4-moe"], kernels="host", residency=residency, **slots) as other,
+        Runner.open(install[variant], kernels="host", residency="resident") as runner,
+        Runner.open(install[variant], kernels="host", residency=residency, **slots) as other,
     ):
         assert_exact(runner.prefill(PROMPT[:9]), other.prefill(PROMPT[:9]))
         other.model.backend.counters.clear()
@@ -93,8 +101,9 @@ def test_experts_that_are_read_on_the_way_give_the_bits_of_a_recorded_step(insta
 
 
 @needs_compiler
-def test_a_step_after_going_back_is_the_step_that_was(install):
-    with Runner.open(install["mistral"], kernels="host") as runner:
+@pytest.mark.parametrize("variant", ["mistral", "qwen3.5"])
+def test_a_step_after_going_back_is_the_step_that_was(install, variant):
+    with Runner.open(install[variant], kernels="host") as runner:
         runner.prefill(PROMPT[:20])
         mark = runner.mark()
         first = [np.array(runner.decode(t)) for t in TOKENS[:12]]
@@ -102,6 +111,26 @@ def test_a_step_after_going_back_is_the_step_that_was(install):
             runner.rollback(mark)
             for ours, theirs in zip([runner.decode(t) for t in TOKENS[:12]], first, strict=True):
                 assert_exact(ours, theirs)
+
+
+@needs_compiler
+def test_recorded_steps_of_a_recurrent_model_are_taken_back(install):
+    """The last two, to the states that they came from; and a mark's state outlives the steps after it."""
+    with Runner.open(install["qwen3.5"], kernels="host") as runner:
+        runner.prefill(PROMPT[:7])
+        first = [np.array(runner.decode(t)) for t in TOKENS[:6]]
+        for back in (1, 2):
+            ids = runner.history[:-back]
+            assert runner.reuse([*ids, 0]) == len(ids)
+            for token, theirs in zip(TOKENS[6 - back : 6], first[-back:], strict=True):
+                assert_exact(runner.decode(token), theirs)
+        mark = runner.mark()
+        last = np.array(runner.decode(TOKENS[6]))
+        for token in TOKENS[7:12]:
+            runner.decode(token)
+        runner.rollback(mark)
+        assert_exact(runner.decode(TOKENS[6]), last)
+        assert runner.report().decode_step == "one list of kernels"
 
 
 @needs_compiler

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -20,9 +21,10 @@ from turbospark_mlx.custom_kernels.backends import Backend
 from turbospark_mlx.errors import InstallError, OptionError
 from turbospark_mlx.families.layers import DTYPES
 from turbospark_mlx.families.routed import parameter
-from turbospark_mlx.gturbo import Install, TensorEntry, experts_layout
+from turbospark_mlx.gturbo import Install, TensorEntry, experts_layout, row_table
 from turbospark_mlx.gturbo.experts_layout import ExpertTensor
 from turbospark_mlx.protocols import ExpertFactory, ExpertSpec, Family, ModelConfig, Mxfp4Format
+from turbospark_mlx.table import DiskTable
 
 Progress = Callable[[int, int], None]
 
@@ -69,7 +71,7 @@ def load_model(
     ``experts`` makes the routed experts of each layer; without it they are read into stacks, all of them.
     ``fused=False`` gives plain ``mlx.nn`` modules, whose companions, norms and biases are widened to float32 where
     activations have another dtype than they. ``progress`` is called with the bytes read so far and in all. Raises
-    InstallError where the tensors do not fit the configuration.
+    InstallError where the tensors, or their values, do not fit the configuration.
     """
     family, config = read_config(install)
     check_tensors(install, family, config)
@@ -84,8 +86,10 @@ def load_model(
         fused=fused,
         max_context=max_context,
         experts=experts,
+        table=None if install.table is None else DiskTable(install),
     )
     _read(install, places, stacks, model, progress)
+    model.check()
     if not fused:
         model.update(tree_map(lambda array: _widened(array, model.dtype), model.parameters()))
         mx.eval(model.parameters())
@@ -94,7 +98,9 @@ def load_model(
 
 def check_tensors(install: Install, family: Family, config: ModelConfig) -> None:
     """Raise InstallError unless the install holds exactly the tensors that the configuration calls for."""
-    expected = {n: shape for n, shape in family.expected(config).items() if family.place(n, config).routed is None}
+    places = {name: family.place(name, config) for name in family.expected(config)}
+    every = family.expected(config)
+    expected = {name: every[name] for name, place in places.items() if place.routed is None and place.table is None}
     found = install.tensors
     where = f"{install.path}: model_weights.bin"
     if missing := [name for name in expected if name not in found]:
@@ -111,6 +117,27 @@ def check_tensors(install: Install, family: Family, config: ModelConfig) -> None
             )
 
     _check_experts(install, list(family.experts(config).values()))
+    _check_table(install, family.table_facts(config), [every[name] for name, place in places.items() if place.table])
+
+
+def _check_table(install: Install, facts: Mapping[str, Any] | None, shapes: list[tuple[int, ...]]) -> None:
+    where, found = f"{install.path}: {row_table.HEADER}", install.table
+    if found is None and not shapes:
+        return
+    if found is None or not shapes:
+        state = "is missing, but manifest.json calls for" if found is None else "is there, but manifest.json has no"
+        raise InstallError(f"{where} {state} n-grams. Convert the model again.")
+    if found.shape != shapes[0]:
+        raise InstallError(
+            f"{where}: the table is {list(found.shape)}; manifest.json calls for {list(shapes[0])}. Convert the model"
+            " again."
+        )
+    for key, value in facts.items():
+        if found.facts[key] != value:
+            raise InstallError(
+                f"{where}: {key} is {found.facts[key]!r:.200}; manifest.json calls for {value!r:.200}. Convert the"
+                " model again."
+            )
 
 
 def _check_experts(install: Install, specs: list[ExpertSpec]) -> None:

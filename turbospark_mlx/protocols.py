@@ -60,18 +60,29 @@ class RoutedPart:
 
 
 @dataclass(frozen=True)
+class TablePart:
+    """What one checkpoint tensor holds of a table that stays on disk: the rows of part ``number`` of ``parts``, all of
+    which have as many."""
+
+    number: int
+    parts: int
+
+
+@dataclass(frozen=True)
 class Placement:
     """Where one checkpoint tensor goes in an install.
 
     ``name`` is the install's tensor name and ends in ``.weight`` for matrices. ``checkpoint_name`` is the name that
     the module's parameter carries, which is the published checkpoint's. Tensors of routed experts, and only they, have
-    ``routed``: their bytes go to the layer's expert file, and ``name`` is what messages call them.
+    ``routed``: their bytes go to the layer's expert file, and ``name`` is what messages call them. A ``table`` is a
+    matrix of which a token needs a few rows, whose bytes go to the install's table; an install has at most one.
     """
 
     name: str
     role: Role
     checkpoint_name: str
     routed: RoutedPart | None = None
+    table: TablePart | None = None
 
 
 @dataclass(frozen=True)
@@ -129,8 +140,12 @@ class Family(Protocol):
         """A config.json dictionary with the same meaning as GGUF metadata. Raises ConvertError."""
         ...
 
-    def settle(self, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> ModelConfig:
-        """The configuration with what config.json leaves to the shapes of a checkpoint's tensors, by name."""
+    def settle(
+        self, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], values: Callable[[str], Any]
+    ) -> ModelConfig:
+        """The configuration with what config.json leaves to a checkpoint's tensors: to their ``shapes``, by name, and
+        to what ``values(name)`` reads of one that is small, a numpy array of float32, or of int64 where it is whole
+        numbers."""
         ...
 
     def place(self, checkpoint_name: str, config: ModelConfig) -> Placement | Dropped:
@@ -148,6 +163,11 @@ class Family(Protocol):
     def experts(self, config: ModelConfig) -> Mapping[str, ExpertSpec]:
         """Parameter path -> the routed experts there, one a layer that has any, by position. Empty for dense models.
         ``families.routed`` names the parameters below a path."""
+        ...
+
+    def table_facts(self, config: ModelConfig) -> Mapping[str, Any] | None:
+        """What the header of an install's table says of the model (``gturbo.row_table.FACTS``); None for models
+        without one."""
         ...
 
     def unused(self, config: ModelConfig) -> Mapping[str, str]:
@@ -182,7 +202,8 @@ class LayerCache(Protocol):
 
     def places(self, length: int) -> bool:
         """Whether kernels may write ``length`` more tokens into this state themselves, which then has ``place`` and
-        ``written`` too (see ``cache.LinearKV``). A state that never allows it keeps steps from being recorded."""
+        ``written`` too (see ``cache.LinearKV``, ``cache.RecurrentState``). A state that never allows it keeps steps
+        from being recorded."""
         ...
 
     def reusable(self, prefix_len: int) -> int:
@@ -190,7 +211,7 @@ class LayerCache(Protocol):
         ...
 
     def mark(self) -> Any:
-        """A point to come back to. Cheap: holds references, copies nothing."""
+        """A point to come back to. Cheap: holds references, and copies only what a kernel will write over."""
         ...
 
     def rollback(self, mark: Any) -> None:
@@ -257,6 +278,17 @@ class Experts(Protocol):
         ``weights [rows, top_k]`` float32 -> ``[rows, hidden]`` in the dtype of ``x``. ``meanwhile`` are arrays that the
         layer built since ``begin``: they are set going before anything is waited for. ``residual``, like ``x``, is
         added to the sum."""
+        ...
+
+
+class RowTable(Protocol):
+    """A matrix that is too large for memory, of which rows are read as they are needed."""
+
+    shape: tuple[int, int]
+
+    def rows(self, ids: Any) -> Any:
+        """Rows ``ids``, a numpy array of whole numbers, as float32 ``[*ids.shape, columns]``, also numpy's. Raises
+        IndexError, before anything is read, for an id that is none of the table's."""
         ...
 
 

@@ -212,7 +212,7 @@ class Runner:
 
         def run(length: int) -> list[Any]:
             caches = self.model.make_cache(self.max_context)
-            mx.eval(self.model(mx.zeros((1, length), mx.int32), cache=caches))
+            mx.eval(self.model(mx.zeros((1, length), mx.int32), cache=caches), self.model.warm_up())
             return caches
 
         lengths = [length for length in WARM_UP_ROWS if length <= self.max_context]

@@ -11,7 +11,7 @@ import json
 import os
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +174,47 @@ SHAPES: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     },
+    # Qwen3.8-Flash-Next with 8 of its 48 layers and a thousandth of its table: the whole has 100 GB.
+    "qwen4-exp-8-layers": {
+        "model_type": "qwen4_exp",
+        "tie_word_embeddings": False,
+        "text_config": {
+            "model_type": "qwen4_exp_text",
+            "vocab_size": 248320,
+            "hidden_size": 2560,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 24,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "max_position_embeddings": 262144,
+            "rms_norm_eps": 1e-6,
+            "hidden_act": "silu",
+            "output_gate_type": "sigmoid",
+            "full_attention_interval": 4,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 48,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_conv_kernel_dim": 4,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "moe_intermediate_size": 640,
+            "shared_expert_intermediate_size": 640,
+            "hc_count": 4,
+            "hc_lowrank": 320,
+            "indexer_n_heads": 4,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 128,
+            "indexer_budget": 2048,
+            "indexer_compress_ratio": 4,
+            "ple_layer_ids": [2],
+            "ple_embed_dim": 2560,
+            "ngram_vocab_size_base": 20000,
+            "split_ngram_parts": 1,
+            "eos_token_id": 248044,
+        },
+    },
     "spark-4b": {
         "model_type": "spark2_5",
         "vocab_size": 131072,
@@ -218,7 +259,7 @@ class _Random:
             return "bfloat16"
         if self.mxfp4 and self.place.routed is not None:
             return Mxfp4Format()
-        return AffineFormat(8 if self.place.role == "router" else 4, 64, "bfloat16")
+        return AffineFormat(8 if self.place.role == "router" else 4, 32 if self.place.table else 64, "bfloat16")
 
     def read(self, start: int, stop: int) -> Rows:
         rows, columns = stop - start, self.shape[-1] if len(self.shape) > 1 else 1
@@ -233,7 +274,7 @@ class _Random:
             return Mxfp4Rows(packed, np.full((rows, columns // Mxfp4Format.group_size), exponent, np.uint8))
         # A uniform value of ``bits`` bits has this spread around its mean.
         scale = _SPREAD / np.sqrt(columns) / np.sqrt((4**bits - 1) / 12)
-        scales = np.full((rows, columns // 64), scale, np.float32)
+        scales = np.full((rows, columns // self.format.group_size), scale, np.float32)
         return AffineRows(
             packed,
             _bfloat16(scales),
@@ -250,6 +291,9 @@ def random_source(config: Mapping[str, Any], name: str, *, seed: int, side_files
     MXFP4 where it says so."""
     family = family_for_model_type(config["model_type"])
     parsed = family.config_from_hf(config)
+    if getattr(parsed, "centered_norms", False):
+        # Vectors are made near 1.
+        parsed = replace(parsed, centered_norms=False)
     pool = np.random.default_rng(seed).integers(0, 1 << 32, _POOL_WORDS, dtype=np.uint32)
     mxfp4 = config.get("quantization_config", {}).get("quant_method") == "mxfp4"
     tensors = {}

@@ -24,26 +24,29 @@ from turbospark_mlx.custom_kernels.backends.replay import NotRecordable, Recordi
 from turbospark_mlx.families.layers import Module, Positions, RoPE
 from turbospark_mlx.protocols import LayerCache
 
+Buffers = mx.array | tuple[mx.array, ...]
+"""What one layer's kernels write a token into."""
+
 
 class _PlacedState:
-    """The state of one layer inside a step: its row has its place already."""
+    """The state of one layer inside a step: its token has its place already."""
 
-    def __init__(self, buffer: mx.array):
-        self._buffer = buffer
+    def __init__(self, buffers: Buffers):
+        self._buffers = buffers
 
     def places(self, length: int) -> bool:
         return length == 1
 
-    def place(self, length: int, shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
-        return self._buffer
+    def place(self, length: int, shapes: Sequence, dtypes: object) -> Buffers:
+        return self._buffers
 
     def written(self, output: mx.array) -> None:
         """The logits, which depend on every output, are given to the cache instead."""
 
-    def append(self, *rows: mx.array) -> None:
-        raise NotRecordable("a layer does not write its keys and values in place")
+    def append(self, *_: object) -> None:
+        raise NotRecordable("a layer does not write its state in place")
 
-    update_and_fetch = append
+    update_and_fetch = __getitem__ = append
 
 
 class _StepPositions(Positions):
@@ -95,7 +98,7 @@ class DecodeStep:
         self._model, self._arrays = model, arrays
         backend: Backend = model.backend
         self._ropes: list[RoPE] | None = None
-        self._run: Callable[[mx.array | int, int, list[mx.array]], mx.array] | None = None
+        self._run: Callable[[mx.array | int, int, list[Buffers]], mx.array] | None = None
         self.how = "one operation after the other"
         if not fixed:
             self.how += ", because experts are chosen on the way"
@@ -132,7 +135,7 @@ class DecodeStep:
                     layer.trim(1)
         return _logits(self._model, _ids(token), cache, Positions(offset, 1))
 
-    def _first(self, token: int | mx.array, offset: int, buffers: list[mx.array]) -> mx.array:
+    def _first(self, token: int | mx.array, offset: int, buffers: list[Buffers]) -> mx.array:
         """Run the model as it is, to learn which rotations it asks for."""
         positions = Positions(offset, 1)
         logits = _logits(self._model, _ids(token), [_PlacedState(buffer) for buffer in buffers], positions)
@@ -143,7 +146,7 @@ class DecodeStep:
     def _tables(self, offset: int) -> list[np.ndarray]:
         return [rope.table(offset, 1) for rope in self._ropes]
 
-    def _run_compiled(self, token: int | mx.array, offset: int, buffers: list[mx.array]) -> mx.array:
+    def _run_compiled(self, token: int | mx.array, offset: int, buffers: list[Buffers]) -> mx.array:
         if self._compiled is None:
 
             def step(token, start, tables, buffers):
@@ -157,7 +160,7 @@ class DecodeStep:
         except (ValueError, RuntimeError) as error:
             raise NotRecordable(f"it cannot be traced: {error}") from error
 
-    def _run_recorded(self, token: int, offset: int, buffers: list[mx.array]) -> mx.array:
+    def _run_recorded(self, token: int, offset: int, buffers: list[Buffers]) -> mx.array:
         tables = self._tables(offset)
         if self._recorded is None or not self._recorded.moved_to(buffers):
             self._recorded = _Recorded(self._model, self._arrays, self._ropes, (token, offset, tables), buffers)
@@ -178,17 +181,18 @@ class _Recorded:
         arrays: Sequence[mx.array],
         ropes: list[RoPE],
         first: tuple[int, int, list[np.ndarray]],
-        buffers: list[mx.array],
+        buffers: list[Buffers],
     ):
         self._buffers = buffers
         self._inputs = [mx.zeros((1, 1), mx.int32), mx.zeros((1,), mx.int32), *map(mx.array, first[2])]
         mx.eval(self._inputs, buffers)
+        lent = [array for _, array in tree_flatten(buffers)]
         self._memory = [np.array(array, copy=False) for array in self._inputs]
         self._tell(*first)
         ids, start, *rotations = self._inputs
         positions = _StepPositions(start, dict(zip(ropes, rotations, strict=True)))
         known = [*self._inputs, *arrays, *(array for _, array in tree_flatten(model.parameters()))]
-        with Recording(known, buffers) as self._recording:
+        with Recording(known, lent) as self._recording:
             self._recording.finish(_logits(model, ids, [_PlacedState(buffer) for buffer in buffers], positions))
 
     @property
@@ -202,15 +206,16 @@ class _Recorded:
         for memory, table in zip(rotations, tables, strict=True):
             memory[...] = table
 
-    def moved_to(self, buffers: list[mx.array]) -> bool:
+    def moved_to(self, buffers: list[Buffers]) -> bool:
         """Go over to ``buffers``; False where they are not like those that were recorded."""
-        pairs = list(zip(self._buffers, buffers, strict=True))
+        old, new = ([array for _, array in tree_flatten(each)] for each in (self._buffers, buffers))
+        pairs = list(zip(old, new, strict=True))
         if all(mine is theirs for mine, theirs in pairs):
             return True
         if any(mine.shape != theirs.shape or mine.dtype != theirs.dtype for mine, theirs in pairs):
             return False
         mx.eval(buffers)
-        self._recording.move(self._buffers, buffers)
+        self._recording.move(old, new)
         self._buffers = buffers
         return True
 

@@ -265,6 +265,65 @@ def _qwen(kinds: str, experts: int = 0, **fields: Any) -> dict[str, Any]:
     }
 
 
+def _qwen4(kinds: str, *, hidden: int = 64, **fields: Any) -> dict[str, Any]:
+    """``kinds`` has an l or an f for each layer. Queries see 2 blocks of 4 tokens: from position 11 on, not all."""
+    return {
+        "model_type": "qwen4_exp",
+        "tie_word_embeddings": False,
+        "text_config": {
+            "model_type": "qwen4_exp_text",
+            "vocab_size": 320,
+            "hidden_size": hidden,
+            "num_hidden_layers": len(kinds),
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "max_position_embeddings": 512,
+            "rms_norm_eps": 1e-6,
+            "hidden_act": "silu",
+            "output_gate_type": "sigmoid",
+            "attention_bias": False,
+            "mamba_ssm_dtype": "float32",
+            "layer_types": [{"l": "linear_attention", "f": "full_attention"}[kind] for kind in kinds],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 6,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 32,
+            "linear_conv_kernel_dim": 4,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.25,
+                "mrope_interleaved": True,
+                "mrope_section": [2, 1, 1],
+            },
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": True,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 128,
+            "hc_count": 4,
+            "hc_lowrank": 64,
+            "indexer_n_heads": 4,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 16,
+            "indexer_budget": 8,
+            "indexer_compress_ratio": 4,
+            "ple_layer_ids": [2],
+            "ple_embed_dim": 64,
+            "ple_conv_kernel_size": 4,
+            "ngram_size": 3,
+            "heads_per_ngram": 1,
+            "ngram_vocab_size_base": 200,
+            "make_ngram_vocab_size_divisible_by": 8,
+            "split_ngram_parts": 4,
+            "eos_token_id": 41,
+            "tie_word_embeddings": False,
+            **fields,
+        },
+    }
+
+
 _SPARK_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
     "full_attention": {"rope_type": "default", "rope_theta": 5000000.0, "partial_rotary_factor": 0.25},
@@ -462,6 +521,37 @@ _VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         )
         | {"tie_word_embeddings": True},
     },
+    "qwen4": {
+        "qwen4": _qwen4("llf"),
+        "qwen4-ten": _qwen4(
+            "fl",
+            num_experts=24,
+            num_experts_per_tok=10,
+            hc_count=3,
+            indexer_n_heads=2,
+            indexer_head_dim=24,
+            indexer_budget=16,
+            indexer_compress_ratio=8,
+            ngram_size=2,
+            heads_per_ngram=2,
+            ple_conv_kernel_size=3,
+            seed=7,
+            eos_token_id=[41, 3],
+        ),
+        "qwen4-plain": _qwen4(
+            "lf",
+            num_attention_heads=3,
+            num_key_value_heads=1,
+            linear_num_value_heads=2,
+            output_gate_type=None,
+            hc_count=2,
+            indexer_budget=6,
+            indexer_compress_ratio=2,
+            ple_layer_ids=None,
+            tie_word_embeddings=None,
+        )
+        | {"tie_word_embeddings": True},
+    },
     "spark": {
         "spark": _spark("sssf"),
         "spark-biases": _spark(
@@ -515,7 +605,7 @@ def tiny_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, np.ndarr
         values = np.random.default_rng([seed, zlib.crc32(name.encode())]).standard_normal(shape)
         if place.role != "vector" and not name.endswith(".bias"):
             values *= 0.15
-        elif re.search(r"norm(_\d)?\.weight$|scale$|scalar$", name):
+        elif re.search(r"norm(_\w+)?\.weight$|scale$|scalar$", name):
             stored_less_1 = getattr(parsed, "centered_norms", False) and ".linear_attn." not in name
             values = 0.2 * values + (0 if stored_less_1 else 1)
         else:

@@ -1,5 +1,6 @@
     // The chunks of attention_decode_partial as one result: parts [rows, chunks, E], peaks and totals [rows, chunks]
-    // -> y [rows, E]. A sink is a logit that joins the peak and the total and has no value. One threadgroup a row.
+    // -> y [rows, E]. A sink is a logit that joins the peak and the total and has no value. With GATES > 0 the result is
+    // multiplied by the sigmoids of gates (attention.h). One threadgroup a row.
     const uint row = threadgroup_position_in_grid.x, chunks = peaks_shape[1];
     float highest = SINKS ? float(sinks[row % H]) : LOWEST_PEAK;
     for (uint c = 0; c < chunks; ++c) {
@@ -15,5 +16,6 @@
       for (uint c = 0; c < chunks; ++c) {
         merged += exp(peaks[row * chunks + c] - highest) * parts[(row * chunks + c) * E + e];
       }
-      y[row * E + e] = T(all == 0.0f ? 0.0f : merged / all);
+      const float open = GATES > 0 ? sigmoid_gate<H, GATES, E>(gates, row, e) : 1.0f;
+      y[row * E + e] = T(all == 0.0f ? 0.0f : merged / all * open);
     }

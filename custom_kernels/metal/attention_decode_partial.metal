@@ -4,8 +4,10 @@
     // H / KV * L query rows read one KV head; a threadgroup takes QUERIES of them and chunk y of the keys. Simdgroups
     // take KEYS keys at a time and keep a running peak, total and sum (Milakov and Gimelshein, 2018), which are merged in
     // threadgroup memory.
+    // With INDEXED the keys are those at positions [B, P], in that order, instead, and there is one query.
     // A row of the result is one head of one token, [B, L, H, E]. Where there is one chunk, out [rows, E] is that result,
-    // sinks included. Otherwise out [rows, chunks, E], peaks and totals [rows, chunks] go to attention_decode_combine.
+    // sinks included, and times the sigmoids of gates where GATES > 0 (attention.h). Otherwise out [rows, chunks, E], peaks
+    // and totals [rows, chunks] go to attention_decode_combine.
     constexpr uint D_COUNT = (D + SIMD_WIDTH - 1) / SIMD_WIDTH;
     constexpr uint E_COUNT = (E + SIMD_WIDTH - 1) / SIMD_WIDTH;
     threadgroup float simd_peaks[MAX_SIMDGROUPS];
@@ -25,11 +27,14 @@
     const device KV_T* values = CACHE ? keys + k_strides[0]
                                       : (const device KV_T*)v + kv_row / KV * v_strides[0] + kv_row % KV * v_strides[1];
 
-    const int length = min(int(start[0]) + rows_a_head, int(k_shape[CACHE + 2]));
+    const int last_row = int(k_shape[CACHE + 2]) - 1;
+    const int length = INDEXED ? int(positions_shape[1]) : min(int(start[0]) + rows_a_head, last_row + 1);
     const int oldest = WINDOW > 0 ? max(0, length - rows_a_head - WINDOW + 1) : 0;
     const int span = (length - oldest + int(chunks) - 1) / int(chunks);
     const int begin = oldest + int(chunk) * span;
     const int end = min(length, begin + span);
+
+    const int64_t list = INDEXED ? kv_row / KV * positions_strides[0] : 0, list_step = INDEXED ? positions_strides[1] : 0;
 
     float query[QUERIES][D_COUNT], sum[QUERIES][E_COUNT], peak[QUERIES], total[QUERIES];
     int position[QUERIES];
@@ -54,13 +59,16 @@
 
     for (int first = begin + int(simd) * KEYS; first < end; first += SIMDGROUPS * KEYS) {
       float score[QUERIES][KEYS];
+      int at[KEYS];
       UNROLL
       for (int j = 0; j < KEYS; ++j) {
         float key[D_COUNT];
+        const int t = min(first + j, end - 1);
+        at[j] = INDEXED ? min(int(positions[list + t * list_step]), last_row) : t;
         if (CACHE) {
-          load_dense<D, D_COUNT>(keys + min(first + j, end - 1) * key_step, lane, key);
+          load_dense<D, D_COUNT>(keys + at[j] * key_step, lane, key);
         } else {
-          load_lane<D, D_COUNT>(keys + min(first + j, end - 1) * key_step, k_strides[3], lane, key);
+          load_lane<D, D_COUNT>(keys + at[j] * key_step, k_strides[3], lane, key);
         }
         UNROLL
         for (uint i = 0; i < QUERIES; ++i) {
@@ -100,9 +108,9 @@
       for (int j = 0; j < KEYS; ++j) {
         float value[E_COUNT];
         if (CACHE) {
-          load_dense<E, E_COUNT>(values + min(first + j, end - 1) * value_step, lane, value);
+          load_dense<E, E_COUNT>(values + at[j] * value_step, lane, value);
         } else {
-          load_lane<E, E_COUNT>(values + min(first + j, end - 1) * value_step, v_strides[3], lane, value);
+          load_lane<E, E_COUNT>(values + at[j] * value_step, v_strides[3], lane, value);
         }
         UNROLL
         for (uint i = 0; i < QUERIES; ++i) {
@@ -148,7 +156,8 @@
           }
           if (single) {
             // A row that sees no key has a total of 0.
-            out[row * E + e] = O(all == 0.0f ? 0.0f : merged / all);
+            const float open = GATES > 0 ? sigmoid_gate<H, GATES, E>(gates, row, e) : 1.0f;
+            out[row * E + e] = O(all == 0.0f ? 0.0f : merged / all * open);
           } else {
             out[(row * chunks + chunk) * E + e] = O(merged);
           }

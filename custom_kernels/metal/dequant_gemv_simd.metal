@@ -1,9 +1,10 @@
     // y[m, n] = sum_k W[n, k] * x[m, k] over an affine-quantized W [N, K] for the first rows of x, at most M, with what
     // stands before and after it:
-    //   NORM      x[m] is RMS-normalized and multiplied by norm_weight first
+    //   NORM      x[m] is RMS-normalized and multiplied by norm_weight first, which is stored less 1 where CENTERED
     //   BIAS      W x + bias
     //   GATED     the rows of W are gate rows, then as many up rows, to which ACTIVATION is applied
-    //   FACTOR    y *= factor;   SOFTCAP  y = cap tanh(y / cap);   RESIDUAL  y += residual
+    //   FACTOR    y *= factor;   SOFTCAP  y = cap tanh(y / cap);   ROW_GATE  y[m] *= sigmoid(row_gate[m])
+    //   RESIDUAL  y += residual
     //   ARGMAX    instead of y, the largest value of the threadgroup's rows and the first row that has it
     // A simdgroup takes ROWS output rows at a time, as often as the grid makes necessary. Per block of 32 columns with
     // scale s and bias b, sum (s q + b) x = s sum q x + b sum x, so a weight is never dequantized. Weights are loaded
@@ -86,7 +87,7 @@
               Eight value = unpack_eight(values[i * M + m]);
               if (NORM) {
                 squares[m] = add_products(value, value, squares[m]);
-                value = value * unpack_eight(weights[i]);
+                value = value * (CENTERED ? unpack_eight(weights[i]) + 1.0f : unpack_eight(weights[i]));
               }
               peak[m] = max_abs(value, peak[m]);
             }
@@ -169,7 +170,7 @@
                 if (there) {
                   Eight value = unpack_eight(values[i * M + m]);
                   if (NORM) {
-                    value = value * unpack_eight(weights[i]);
+                    value = value * (CENTERED ? unpack_eight(weights[i]) + 1.0f : unpack_eight(weights[i]));
                   }
                   if (SCALED) {
                     value = value * factor[m];
@@ -266,6 +267,9 @@
           value *= as_type<float>(FACTOR_BITS);
           if (SOFTCAP) {
             value = as_type<float>(CAP_BITS) * tanh(value / as_type<float>(CAP_BITS));
+          }
+          if (ROW_GATE) {
+            value *= sigmoid(float(row_gate[m]));
           }
           if (RESIDUAL) {
             value += float(residual[m * OUT + n]);

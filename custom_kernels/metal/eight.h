@@ -20,6 +20,14 @@ METAL_FUNC Eight operator*(Eight a, float factor) {
   return a;
 }
 
+METAL_FUNC Eight operator+(Eight a, float more) {
+  UNROLL
+  for (int i = 0; i < 8; ++i) {
+    a.values[i] += more;
+  }
+  return a;
+}
+
 // A sum that one lane holds.
 typedef float Partial;
 

@@ -1,7 +1,8 @@
     // Attention of one token from its joint projection on: qkv [B, 1, (H + 2 KV) * D] -> out [B, 1, H * D], with its key and
     // value written into cache [2, B, KV, capacity, D]. It is fused_qkv_epilogue with APPEND and then
     // attention_decode_partial in one launch, where a threadgroup can read all keys of its query head. Each makes the new
-    // key for itself, so nobody waits for the row that the first of a group writes, and nobody reads it.
+    // key for itself, so nobody waits for the row that the first of a group writes, and nobody reads it. With GATED, qkv has
+    // H more heads: every query head is followed by that of its gates, whose sigmoids the result is multiplied by.
     constexpr uint COUNT = (D + SIMD_WIDTH - 1) / SIMD_WIDTH;
     threadgroup T query_row[D];
     threadgroup T key_row[D];
@@ -14,16 +15,18 @@
     const uint head = threadgroup_position_in_grid.x % H, b = threadgroup_position_in_grid.x / H, kv_head = head / (H / KV);
     const uint capacity = cache_shape[3], position = uint(start[0]), slot = position % capacity;
     const uint others = min(position + 1, capacity) - 1;
-    const device T* projected = qkv + b * (H + 2 * KV) * D;
-    const device T* value_row = projected + (H + KV + kv_head) * D;
+    constexpr uint QUERY_HEADS = GATED ? 2 * H : H;
+    const device T* projected = qkv + b * (QUERY_HEADS + 2 * KV) * D;
+    const device T* query_head = projected + (GATED ? 2 * head : head) * D;
+    const device T* value_row = projected + (QUERY_HEADS + KV + kv_head) * D;
     device T* keys = (device T*)cache + (b * KV + kv_head) * capacity * D;
     device T* values = keys + cache_shape[1] * KV * capacity * D;
 
     if (simd == 0) {
-      rotated_head<T, D, PAIRS, NORM>(projected + head * D, q_norm, as_type<float>(EPSILON_BITS), rotation, query_row, lane);
+      rotated_head<T, D, PAIRS, NORM, CENTERED>(query_head, q_norm, as_type<float>(EPSILON_BITS), rotation, query_row, lane);
     }
     if (simd == 1 % SIMDGROUPS) {
-      rotated_head<T, D, PAIRS, NORM>(projected + (H + kv_head) * D, k_norm, as_type<float>(EPSILON_BITS), rotation, key_row, lane);
+      rotated_head<T, D, PAIRS, NORM, CENTERED>(projected + (QUERY_HEADS + kv_head) * D, k_norm, as_type<float>(EPSILON_BITS), rotation, key_row, lane);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if (head % (H / KV) == 0) {
@@ -111,5 +114,6 @@
       for (uint s = 0; s < SIMDGROUPS; ++s) {
         merged += exp(simd_peaks[s] - highest) * simd_sums[s * D + e];
       }
-      out[(b * H + head) * D + e] = T(merged / all);
+      const float open = GATED ? 1.0f / (1.0f + exp(-float(query_head[D + e]))) : 1.0f;
+      out[(b * H + head) * D + e] = T(merged / all * open);
     }

@@ -1,6 +1,7 @@
-// One head of a joint projection: RMS-normalized where NORM is 1, and multiplied by weight where it is 2; then pairs (i, i + PAIRS)
-// turned by rotation [PAIRS, 2], which holds cosines and sines. One simdgroup writes ``to`` in T; pointers may be of any address space.
-template <typename T, int D, int PAIRS, int NORM, typename From, typename Weight, typename Rotation, typename To>
+// One head of a joint projection: RMS-normalized where NORM > 0, and multiplied by weight where it is 2, which is stored less 1
+// where CENTERED; then pairs (i, i + PAIRS) turned by rotation [PAIRS, 2], which holds cosines and sines. One simdgroup writes
+// ``to`` in T; pointers may be of any address space.
+template <typename T, int D, int PAIRS, int NORM, bool CENTERED, typename From, typename Weight, typename Rotation, typename To>
 METAL_FUNC void rotated_head(From from, Weight weight, float epsilon, Rotation rotation, To to, uint lane) {
   float inverse_rms = 1.0f;
   if (NORM > 0) {
@@ -13,8 +14,8 @@ METAL_FUNC void rotated_head(From from, Weight weight, float epsilon, Rotation r
   for (uint i = lane; i < PAIRS; i += SIMD_WIDTH) {
     float first = float(from[i]), second = float(from[i + PAIRS]);
     if (NORM > 0) {
-      first *= inverse_rms * (NORM == 2 ? float(weight[i]) : 1.0f);
-      second *= inverse_rms * (NORM == 2 ? float(weight[i + PAIRS]) : 1.0f);
+      first *= inverse_rms * (NORM == 2 ? float(weight[i]) + (CENTERED ? 1.0f : 0.0f) : 1.0f);
+      second *= inverse_rms * (NORM == 2 ? float(weight[i + PAIRS]) + (CENTERED ? 1.0f : 0.0f) : 1.0f);
     }
     const float cosine = rotation[2 * i], sine = rotation[2 * i + 1];
     to[i] = T(first * cosine - second * sine);
@@ -23,7 +24,7 @@ METAL_FUNC void rotated_head(From from, Weight weight, float epsilon, Rotation r
   for (uint i = 2 * PAIRS + lane; i < D; i += SIMD_WIDTH) {
     float kept = float(from[i]);
     if (NORM > 0) {
-      kept *= inverse_rms * (NORM == 2 ? float(weight[i]) : 1.0f);
+      kept *= inverse_rms * (NORM == 2 ? float(weight[i]) + (CENTERED ? 1.0f : 0.0f) : 1.0f);
     }
     to[i] = T(kept);
   }

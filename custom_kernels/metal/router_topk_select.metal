@@ -41,9 +41,7 @@
       }
       value *= as_type<float>(LOGIT_SCALE_BITS);
       values[e] = value;
-      const uint bits = as_type<uint>(value), magnitude = bits & 0x7fffffffu;
-      const uint key = bits == magnitude ? bits | 0x80000000u : 0x80000000u - magnitude;
-      keys[e] = magnitude > 0x7f800000u ? 0 : key;
+      keys[e] = ordered_key(value);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     for (uint e = self; e < E; e += threads) {

@@ -16,8 +16,9 @@ one by one or with gate and up joined (see ``families.routed``).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from turbospark_mlx.errors import ConvertError
 from turbospark_mlx.families import routed
@@ -108,7 +109,9 @@ def expected(config: Deepseek2Config) -> Mapping[str, tuple[int, ...]]:
     return {_installed(name): shape for name, shape in _checkpoint_shapes(config).items()}
 
 
-def settle(config: Deepseek2Config, shapes: Mapping[str, tuple[int, ...]]) -> Deepseek2Config:
+def settle(
+    config: Deepseek2Config, shapes: Mapping[str, tuple[int, ...]], values: Callable[[str], Any]
+) -> Deepseek2Config:
     """See ``protocols.Family``: whether ``kv_b_proj`` is split. Raises ConvertError for parts of other sizes."""
     split = False
     for name, shape in shapes.items():

@@ -12,23 +12,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from turbospark_mlx.errors import ConvertError, InstallError
 from turbospark_mlx.families.fields import MOST_LAYERS, Fields, check_decided
-
-FULL, LINEAR = "full_attention", "linear_attention"
+from turbospark_mlx.families.hybrid import (
+    MOST_TAPS,
+    HybridSizes,
+    check_sizes,
+    layer_types,
+    layer_types_of_mask,
+    rope,
+)
 
 WRAPPED_TYPES = ("qwen3_5", "qwen3_5_moe")
 """``model_type`` of configurations that keep the decoder's in ``text_config``, or are the decoder's themselves."""
 TEXT_TYPES = ("qwen3_5_text", "qwen3_5_moe_text")
 DENSE_FAMILY, MOE_FAMILY = "qwen35", "qwen36"
 """What manifests call the two."""
-
-STATES_KEPT = 3
-"""The states that a recurrent layer holds: the last one, and those that the last two tokens came from."""
-_MOST_TAPS = 64
-_STATE_ITEMSIZE = 4
 
 _HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
@@ -45,14 +44,10 @@ _HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
     "use_sliding_window": (False,),
     "is_causal": (True,),
 }
-_ROPE_FIELDS = {
-    *("rope_type", "type", "rope_theta", "partial_rotary_factor"),
-    *("mrope_section", "mrope_interleaved"),
-}
 
 
 @dataclass(frozen=True)
-class QwenConfig:
+class QwenConfig(HybridSizes):
     """One model of the family.
 
     ``linear_`` fields describe layers with a recurrent state: ``linear_num_value_heads`` is a multiple of
@@ -89,40 +84,11 @@ class QwenConfig:
     def model_type(self) -> str:
         return "qwen3_5_moe" if self.num_experts else "qwen3_5"
 
-    def recurs(self, layer: int) -> bool:
-        """Whether this layer has a recurrent state instead of keys and values."""
-        return self.layer_types[layer] == LINEAR
-
-    @property
-    def key_width(self) -> int:
-        """The width of all keys of a recurrent layer, and of all its queries."""
-        return self.linear_num_key_heads * self.linear_key_head_dim
-
-    @property
-    def value_width(self) -> int:
-        return self.linear_num_value_heads * self.linear_value_head_dim
-
-    @property
-    def convolved_width(self) -> int:
-        """Queries, keys and values of a recurrent layer, which go through its convolution."""
-        return 2 * self.key_width + self.value_width
-
-    @property
-    def rotary_width(self) -> int:
-        """The leading dimensions of a head that turn."""
-        return int(self.head_dim * self.partial_rotary_factor)
-
-    def frequencies(self) -> np.ndarray:
-        """Radians a position that each pair turns by: float64 ``[rotary width / 2]``."""
-        return self.rope_theta ** (-np.arange(0, self.rotary_width, 2) / self.rotary_width)
-
     def kv_bytes(self, context: int, itemsize: int) -> int:
         """Bytes that the caches of one sequence of ``context`` tokens take with elements of ``itemsize`` bytes."""
-        tail = (self.linear_conv_kernel_dim - 1) * self.convolved_width * itemsize
-        state = self.value_width * self.linear_key_head_dim * _STATE_ITEMSIZE
         rows = 2 * context * self.num_key_value_heads * self.head_dim * itemsize
         recurrent = sum(map(self.recurs, range(self.num_hidden_layers)))
-        return recurrent * STATES_KEPT * (tail + state) + (self.num_hidden_layers - recurrent) * rows
+        return recurrent * self.state_bytes(itemsize) + (self.num_hidden_layers - recurrent) * rows
 
     def to_manifest(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The manifest's ``arch`` and the extension, both complete."""
@@ -147,7 +113,7 @@ class QwenConfig:
             "numExperts": self.num_experts,
             "topKExperts": self.num_experts_per_tok,
             "tieWordEmbeddings": self.tie_word_embeddings,
-            "fullAttentionLayerMask": [2 if self.recurs(n) else 1 for n in range(self.num_hidden_layers)],
+            "fullAttentionLayerMask": self.layer_mask,
             "trainedContext": self.max_position_embeddings,
             "attentionScale": self.head_dim**-0.5,
             "sharedExpertGated": self.num_experts > 0,
@@ -203,7 +169,7 @@ def config_from_hf(config: Mapping[str, Any]) -> QwenConfig:
         for key in ("num_experts", "num_experts_per_tok"):
             fields.allow_only(key, (0,), f"a {spelling} model has no experts.")
     layers = fields.size("num_hidden_layers", most=MOST_LAYERS)
-    theta, share = _rope(fields)
+    theta, share = rope(fields, 0.25)
     return _checked(
         fields,
         QwenConfig(
@@ -218,12 +184,12 @@ def config_from_hf(config: Mapping[str, Any]) -> QwenConfig:
             rms_norm_eps=fields.number("rms_norm_eps"),
             rope_theta=theta,
             partial_rotary_factor=share,
-            layer_types=_layer_types(fields, layers),
+            layer_types=layer_types(fields, layers),
             linear_num_key_heads=fields.size("linear_num_key_heads"),
             linear_num_value_heads=fields.size("linear_num_value_heads"),
             linear_key_head_dim=fields.size("linear_key_head_dim"),
             linear_value_head_dim=fields.size("linear_value_head_dim"),
-            linear_conv_kernel_dim=fields.size("linear_conv_kernel_dim", least=2, most=_MOST_TAPS),
+            linear_conv_kernel_dim=fields.size("linear_conv_kernel_dim", least=2, most=MOST_TAPS),
             num_experts=fields.size("num_experts") if routed else 0,
             num_experts_per_tok=fields.size("num_experts_per_tok") if routed else 0,
             moe_intermediate_size=fields.size("moe_intermediate_size") if routed else 0,
@@ -232,35 +198,6 @@ def config_from_hf(config: Mapping[str, Any]) -> QwenConfig:
             tie_word_embeddings=fields.flag("tie_word_embeddings", top.flag("tie_word_embeddings", None)),
         ),
     )
-
-
-def _layer_types(fields: Fields, layers: int) -> tuple[str, ...]:
-    """``layer_types``; where they are absent every ``full_attention_interval``-th layer is a full one."""
-    types = fields.items("layer_types", None)
-    if types is None:
-        interval = fields.size("full_attention_interval")
-        return tuple(LINEAR if (n + 1) % interval else FULL for n in range(layers))
-    for entry in types:
-        if entry not in (FULL, LINEAR):
-            raise fields.error(f"{fields.where}: layer_types has {entry!r}; this family has {FULL} and {LINEAR}.")
-    interval = fields.size("full_attention_interval", None)
-    if interval and types != tuple(LINEAR if (n + 1) % interval else FULL for n in range(len(types))):
-        raise fields.refuse("full_attention_interval", "layer_types says otherwise. Remove the one that is wrong.")
-    return types
-
-
-def _rope(fields: Fields) -> tuple[float, float]:
-    """``(theta, share of a head that turns)``, which stand in ``rope_parameters``, or beside them."""
-    block = fields.object("rope_parameters")
-    block.known(_ROPE_FIELDS)
-    for key in ("rope_type", "type"):
-        block.allow_only(key, ("default", "mrope"), "this family knows unscaled positions.")
-    for key in ("rope_theta", "partial_rotary_factor"):
-        if block.has(key) and fields.has(key) and block.values[key] != fields.values[key]:
-            raise fields.refuse(key, f"but in rope_parameters it is {block.values[key]!r}.")
-    source = block if block.has("rope_theta") else fields
-    share = (block if block.has("partial_rotary_factor") else fields).number("partial_rotary_factor", 0.25)
-    return source.number("rope_theta", above=1.0), share
 
 
 def config_from_manifest(arch: Mapping[str, Any], extension: Mapping[str, Any]) -> QwenConfig:
@@ -288,9 +225,6 @@ def config_from_manifest(arch: Mapping[str, Any], extension: Mapping[str, Any]) 
         fixed |= {"numExperts": 0, "topKExperts": 0, "moeIntermediateSize": 0}
     for key, value in fixed.items():
         fields.allow_only(key, (value,), f"this {fields.text('family')} model has {value!r}.")
-    mask = fields.items("fullAttentionLayerMask")
-    if any(isinstance(entry, bool) or entry not in (1, 2) for entry in mask):
-        raise fields.refuse("fullAttentionLayerMask", "this family has full (1) and recurrent (2) layers.")
     wide = fields.size("ffnIntermediate")
     return _checked(
         fields,
@@ -306,12 +240,12 @@ def config_from_manifest(arch: Mapping[str, Any], extension: Mapping[str, Any]) 
             rms_norm_eps=more.number("rms_norm_eps"),
             rope_theta=theta,
             partial_rotary_factor=fields.number("partialRotaryFactor"),
-            layer_types=tuple(FULL if entry == 1 else LINEAR for entry in mask),
+            layer_types=layer_types_of_mask(fields),
             linear_num_key_heads=fields.size("linearNumKHeads"),
             linear_num_value_heads=fields.size("linearNumVHeads"),
             linear_key_head_dim=fields.size("linearKeyHeadDim"),
             linear_value_head_dim=fields.size("linearValueHeadDim"),
-            linear_conv_kernel_dim=fields.size("linearConvKernelSize", least=2, most=_MOST_TAPS),
+            linear_conv_kernel_dim=fields.size("linearConvKernelSize", least=2, most=MOST_TAPS),
             num_experts=fields.size("numExperts") if routed else 0,
             num_experts_per_tok=fields.size("topKExperts") if routed else 0,
             moe_intermediate_size=fields.size("moeIntermediateSize") if routed else 0,
@@ -324,22 +258,10 @@ def config_from_manifest(arch: Mapping[str, Any], extension: Mapping[str, Any]) 
 
 def _checked(fields: Fields, config: QwenConfig) -> QwenConfig:
     """The same configuration, once its numbers fit each other."""
-
-    def fail(why: str) -> Exception:
-        return fields.error(f"{fields.where}: {why}")
-
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
-    if len(config.layer_types) != config.num_hidden_layers:
-        raise fail(f"{len(config.layer_types)} layer kinds are given for {config.num_hidden_layers} layers.")
-    if heads % kv_heads:
-        raise fail(f"{heads} attention heads cannot share {kv_heads} key/value heads evenly.")
-    if values % keys:
-        raise fail(f"{values} value heads of recurrent layers cannot share {keys} key heads evenly.")
-    if config.partial_rotary_factor > 1:
-        raise fail(f"partial_rotary_factor is {config.partial_rotary_factor}; no more than a whole head can turn.")
-    if config.rotary_width % 2 or not config.rotary_width:
-        raise fail(f"{config.rotary_width} dimensions of a head turn; rotary position embedding needs pairs.")
+    check_sizes(fields, config)
     if config.num_experts_per_tok > config.num_experts:
-        raise fail(f"{config.num_experts_per_tok} experts a token are asked for; a layer has {config.num_experts}.")
+        raise fields.error(
+            f"{fields.where}: {config.num_experts_per_tok} experts a token are asked for; a layer has"
+            f" {config.num_experts}."
+        )
     return config

@@ -11,18 +11,20 @@ mlx-lm saved have ``[channels, taps, 1]`` and norms as they are multiplied. (The
 in both.) Convolutions are the same bytes either way, and an install keeps the shape, so that its tensors contradict a
 configuration with the wrong ``centered_norms``.
 
-``q_proj`` has the rows of each head's query and then those of its gate, head after head. Routed experts are at
-``mlp.switch_mlp`` as stacks, at ``mlp.experts`` one by one or with gate and up joined (see ``families.routed``).
+Routed experts are at ``mlp.switch_mlp`` as stacks, at ``mlp.experts`` one by one or with gate and
+up joined (see ``families.routed``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from turbospark_mlx.errors import ConvertError
 from turbospark_mlx.families import routed
 from turbospark_mlx.families.fields import check_decided
+from turbospark_mlx.families.hybrid import attention_shapes, recurrent_shapes
 from turbospark_mlx.families.names import PREFIX, canonical, split_layer
 from turbospark_mlx.families.qwen.config import QwenConfig
 from turbospark_mlx.protocols import Dropped, ExpertSpec, Placement, Role
@@ -33,7 +35,7 @@ _TOWERS = ("visual.", "vision_tower.")
 _ROUTERS = ("mlp.gate.weight", "mlp.shared_expert_gate.weight")
 
 
-def settle(config: QwenConfig, shapes: Mapping[str, tuple[int, ...]]) -> QwenConfig:
+def settle(config: QwenConfig, shapes: Mapping[str, tuple[int, ...]], values: Callable[[str], Any]) -> QwenConfig:
     """The configuration with ``centered_norms`` as the checkpoint has its convolutions: checkpoint name -> shape.
 
     Raises ConvertError where some are in one layout and some in the other.
@@ -73,28 +75,13 @@ def convolution_shape(config: QwenConfig) -> tuple[int, int, int]:
 
 def _layer_shapes(config: QwenConfig, number: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     """``(name, shape)`` of every tensor of one layer but those of routed experts."""
-    hidden, size = config.hidden_size, config.head_dim
+    hidden = config.hidden_size
     yield "input_layernorm.weight", (hidden,)
     yield "post_attention_layernorm.weight", (hidden,)
     if config.recurs(number):
-        heads, values = config.linear_num_value_heads, config.value_width
-        yield "linear_attn.in_proj_qkv.weight", (config.convolved_width, hidden)
-        yield "linear_attn.in_proj_z.weight", (values, hidden)
-        yield "linear_attn.in_proj_b.weight", (heads, hidden)
-        yield "linear_attn.in_proj_a.weight", (heads, hidden)
-        yield _CONVOLUTION, convolution_shape(config)
-        yield "linear_attn.A_log", (heads,)
-        yield "linear_attn.dt_bias", (heads,)
-        yield "linear_attn.norm.weight", (config.linear_value_head_dim,)
-        yield "linear_attn.out_proj.weight", (hidden, values)
+        yield from recurrent_shapes(config, convolution_shape(config))
     else:
-        queries, keys = config.num_attention_heads * size, config.num_key_value_heads * size
-        yield "self_attn.q_proj.weight", (2 * queries, hidden)
-        yield "self_attn.k_proj.weight", (keys, hidden)
-        yield "self_attn.v_proj.weight", (keys, hidden)
-        yield "self_attn.o_proj.weight", (hidden, queries)
-        yield "self_attn.q_norm.weight", (size,)
-        yield "self_attn.k_norm.weight", (size,)
+        yield from attention_shapes(config)
     path, wide = "mlp", config.intermediate_size
     if config.num_experts:
         path, wide = "mlp.shared_expert", config.shared_expert_intermediate_size

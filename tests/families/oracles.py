@@ -16,6 +16,7 @@ from tests.families import (
     reference_llama,
     reference_muse,
     reference_qwen,
+    reference_qwen4,
     reference_spark,
 )
 
@@ -25,11 +26,13 @@ PROMPT = np.random.default_rng(11).integers(0, 320, 65).tolist()
 @dataclass(frozen=True)
 class Oracle:
     """``reference(config, weights, ids)`` gives float64 logits. ``mlx_lm`` maps the variants that mlx-lm computes
-    rightly to its module. ``cancelled(config)`` names the parameters that an exact forward pass does not depend on."""
+    rightly to its module. ``cancelled(config)`` names the parameters that an exact forward pass does not depend on.
+    ``moved`` is a number of tokens with which it depends on all others."""
 
     reference: Callable
     mlx_lm: dict[str, str]
     cancelled: Callable = lambda config: frozenset()
+    moved: int = 12
 
 
 FAMILIES = {
@@ -81,6 +84,8 @@ FAMILIES = {
         reference=reference_qwen.logits,
         mlx_lm={"qwen3.5": "qwen3_5", "qwen3.5-moe": "qwen3_5_moe", "qwen3.5-tied": "qwen3_5"},
     ),
+    # mlx-lm has no such model: test_qwen4_golden.py guards this oracle.
+    "qwen4": Oracle(reference=reference_qwen4.logits, mlx_lm={}, moved=28),
     "spark": Oracle(
         reference=reference_spark.logits,
         mlx_lm=dict.fromkeys(("spark", "spark-biases", "spark-one-key", "spark-full"), "spark2_5"),

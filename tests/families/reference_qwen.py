@@ -64,8 +64,8 @@ def delta_rule(q, k, v, decay, strength, state):
     return out, state
 
 
-def recur(config: dict, w: dict, path: str, h):
-    """What a recurrent layer answers, and its last state ``[value heads, Dv, Dk]``."""
+def recur(config: dict, w: dict, path: str, h, gate=silu):
+    """What a recurrent layer answers, and its last state ``[value heads, Dv, Dk]``; ``gate`` is its activation."""
     tokens, taps = len(h), config["linear_conv_kernel_dim"]
     heads, keys = config["linear_num_value_heads"], config["linear_num_key_heads"]
     key_dim, value_dim = config["linear_key_head_dim"], config["linear_value_head_dim"]
@@ -87,7 +87,7 @@ def recur(config: dict, w: dict, path: str, h):
         rule = q[:, own] / np.sqrt(key_dim), k[:, own], v[:, head], decay[:, head], sigmoid(b[:, head])
         out[:, head], state = delta_rule(*rule, np.zeros((value_dim, key_dim)))
         states.append(state)
-    out = rms(out, w[f"{path}.norm.weight"], config["rms_norm_eps"]) * silu(z.reshape(out.shape))
+    out = rms(out, w[f"{path}.norm.weight"], config["rms_norm_eps"]) * gate(z.reshape(out.shape))
     return out.reshape(tokens, -1) @ w[f"{path}.out_proj.weight"].T, np.array(states)
 
 

@@ -83,6 +83,15 @@ def test_recurrent_states_and_what_they_allow(variant, monkeypatch, capsys):
     assert "0 of the first 20 tokens are reused" in out
 
 
+@pytest.mark.parametrize("variant", ["qwen4", "qwen4-plain"])
+def test_sparse_attention_and_a_table_on_disk(variant, monkeypatch, capsys):
+    out = run("qwen4.py", "--variant", variant, "--tokens", "8", monkeypatch=monkeypatch, capsys=capsys)
+    assert "the last token chose" in out
+    assert "nats" in out
+    assert "KL(sparse || dense) behind 42 tokens: 0 nats" not in out
+    assert ("rows of 440 were read" in out) == (variant == "qwen4")
+
+
 @pytest.mark.parametrize("variant", ["muse-glimmer", "muse-glimmer-tied"])
 def test_layers_without_positions_and_gates(variant, monkeypatch, capsys):
     out = run("muse.py", "--variant", variant, "--tokens", "8", monkeypatch=monkeypatch, capsys=capsys)

@@ -25,7 +25,9 @@ QUICK = {
     "qwen3",
     "qwen3-moe",
     "gemma4-moe",
+    "qwen3.5-moe",
     "muse-glimmer",
+    "qwen4",
     "spark",
 }
 EVERY = [

@@ -6,7 +6,8 @@ import json
 import pytest
 
 from turbospark_mlx.errors import ConvertError, InstallError
-from turbospark_mlx.families.qwen.config import FULL, LINEAR, config_from_hf, config_from_manifest
+from turbospark_mlx.families.hybrid import FULL, LINEAR
+from turbospark_mlx.families.qwen.config import config_from_hf, config_from_manifest
 
 DENSE = {
     "architectures": ["Qwen3_5ForConditionalGeneration"],

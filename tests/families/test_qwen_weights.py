@@ -149,8 +149,8 @@ def test_settling_twice_changes_nothing():
     config = family_for_model_type("qwen3_5").config_from_hf(tiny_config("qwen"))
     for centered in (True, False):
         settled = replace(config, centered_norms=centered)
-        assert settle(config, expected(settled)) == settled
-        assert settle(settled, expected(settled)) == settled
+        assert settle(config, expected(settled), None) == settled
+        assert settle(settled, expected(settled), None) == settled
 
 
 def test_roles_and_names():

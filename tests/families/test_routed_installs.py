@@ -1,4 +1,4 @@
-"""Installs with routed experts, of Gemma 4, Qwen 3.5 and Muse Glimmer: converter, packed files, loader, logits."""
+"""Installs with routed experts, of every family that has them: converter, packed files, loader, logits."""
 
 import json
 import shutil
@@ -24,6 +24,7 @@ ROUTED = [
     ("gpt_oss", "gpt-oss"),
     ("deepseek2", "deepseek-v3"),
     ("qwen", "qwen3.5-moe"),
+    ("qwen4", "qwen4"),
 ]
 EVERY = [*ROUTED, ("gemma4", "gemma4-dense"), ("gemma4", "gemma4-small"), ("gemma4", "gemma4-untied")]
 EVERY += [
@@ -31,6 +32,7 @@ EVERY += [
     ("deepseek2", "deepseek-v2"),
     ("qwen", "qwen3.5"),
     ("qwen", "qwen3.5-tied"),
+    ("qwen4", "qwen4-plain"),
     ("muse", "muse-glimmer"),
     ("muse", "muse-glimmer-three-heads"),
     ("muse", "muse-glimmer-tied"),
@@ -86,7 +88,21 @@ def dequantized(path):
 
                     matrices.append(value(read, layer.tensors[name]))
                 weights[parameter(parameters, name)] = np.stack(matrices)
+        for place in (family.place(name, config) for name in family.expected(config)):
+            if place.table:
+                weights[place.checkpoint_name] = table_values(install)
     return weights
+
+
+def table_values(install):
+    """float32 of the table's rows, from its bytes."""
+    layout, records = install.table, bytearray(install.table.nbytes)
+    install.read_table_into(0, records)
+    parts = np.split(
+        np.frombuffer(records, np.uint8).reshape(layout.shape[0], -1), np.cumsum([*layout.parts.values()]), 1
+    )
+    named = dict(zip(layout.parts, parts, strict=False))
+    return value(lambda part: np.ascontiguousarray(named[part]).tobytes(), layout)
 
 
 @pytest.fixture(scope="module")

@@ -92,16 +92,23 @@ def test_what_stands_around_the_product(backend, rng, columns, rows):
     bias, residual = normal(rng, out, dtype=mx.float16), normal(rng, 1, rows, out) * 100
     wide, added = oracle.float64(x), oracle.float64(residual) + oracle.float64(bias)
     normalized = rms_normalized(wide, oracle.float64(weight), 0.25)
+    centered = {"norm_weight": weight, "eps": 0.25, "centered": True}
+    shifted = rms_normalized(wide, oracle.float64(weight) + 1, 0.25)
     formats = {"bits": 4, "group_size": 32}
     for options, expected in (
         ({"bias": bias, "residual": residual}, wide @ full.T + added),
         ({"norm_weight": weight, "eps": 0.25}, normalized @ full.T),
+        (centered, shifted @ full.T),
         ({"norm_weight": weight, "eps": 0.25, "bias": bias, "residual": residual}, normalized @ full.T + added),
     ):
         y = ck.affine_matmul(x, *matrix, **formats, **options, backend=backend)
         assert oracle.relative_error(y, expected) < 1e-5
         assert oracle.relative_error(affine.affine_matmul_reference(x, *matrix, **formats, **options), expected) < 1e-5
-    for options, product in (({}, wide @ full.T), ({"norm_weight": weight, "eps": 0.25}, normalized @ full.T)):
+    for options, product in (
+        ({}, wide @ full.T),
+        ({"norm_weight": weight, "eps": 0.25}, normalized @ full.T),
+        (centered, shifted @ full.T),
+    ):
         gate, up = np.split(product, 2, axis=-1)
         expected = gate / (1 + np.exp(-np.maximum(gate, -700))) * up
         y = ck.gated_affine_matmul(x, *matrix, **formats, **options, backend=backend)
@@ -124,6 +131,17 @@ def test_gated_products(backend, rng, rows, activation, limit):
     y = ck.gated_affine_matmul(x, *matrix, **options, backend=backend)
     assert oracle.relative_error(y, expected) < 1e-5
     assert backend.counters == {("gated_affine_matmul", "kernel"): 1}
+
+
+@pytest.mark.parametrize("rows", [1, 3, 6, 9])
+def test_rows_times_gates(backend, rng, rows):
+    """Before the residual is added; more rows than are read together have each its own."""
+    matrix = oracle.random_affine(rng, 45, 96, 4, 32, mx.float16)
+    x, residual, gate = normal(rng, 1, rows, 96), normal(rng, 1, rows, 45), normal(rng, 1, rows, 1) * 3
+    product = oracle.float64(x) @ oracle.unpack(*matrix, 4, 32).T
+    expected = product / (1 + np.exp(-oracle.float64(gate))) + oracle.float64(residual)
+    options = {"bits": 4, "group_size": 32, "residual": residual, "row_gate": gate}
+    assert oracle.relative_error(ck.affine_matmul(x, *matrix, **options, backend=backend), expected) < 1e-5
 
 
 @pytest.mark.parametrize(("activation", "limit"), [("sigmoid", None), ("gelu_erf", None), ("clamped_swiglu", 1.5)])
@@ -309,6 +327,53 @@ def test_qkv_epilogue_with_values_from_keys_and_without_any(backend, rng, kv_hea
         found = ck.qkv_append(qkv, rotation, cache, start, **options, backend=backend)
         assert oracle.relative_error(found, expected_q) < 1e-6
         assert oracle.relative_error(cache, expected) < 1e-6
+
+
+@pytest.mark.parametrize("length", [1, 3, 40])
+@pytest.mark.parametrize(("turned", "centered"), [(16, True), (40, False)])
+def test_gated_queries(backend, rng, length, turned, centered):
+    """Every query head is followed by its gates; the first dimensions of a head turn, in halves of their own."""
+    batch, heads, kv_heads, size = 2, 3, 2, 40
+    qkv, norms = normal(rng, batch, length, (2 * heads + 2 * kv_heads) * size), [normal(rng, size), normal(rng, size)]
+    rotation = mx.array(ck.rotation_table(100.0 ** (-np.arange(turned // 2) / 9), 5, length))
+    options = {"heads": heads, "kv_heads": kv_heads, "q_norm": norms[0], "k_norm": norms[1], "eps": 0.1}
+    options |= {"gated": True, "centered": centered}
+    x = oracle.float64(qkv).reshape(batch, length, -1, size).transpose(0, 2, 1, 3)
+    table = oracle.float64(rotation)
+
+    def turn(heads, weight):
+        y = heads / np.sqrt((heads**2).mean(-1, keepdims=True) + 0.1) * (oracle.float64(weight) + centered)
+        first, second, rest = np.split(y, [turned // 2, turned], axis=-1)
+        cosine, sine = table[..., 0], table[..., 1]
+        return np.concatenate([first * cosine - second * sine, second * cosine + first * sine, rest], axis=-1)
+
+    queries, keys = turn(x[:, [0, 2, 4]], norms[0]), turn(x[:, 6:8], norms[1])
+    for q, kv in (
+        ck.qkv_epilogue(qkv, rotation, **options, backend=backend),
+        rotary.qkv_epilogue_reference(qkv, rotation, **options),
+    ):
+        assert oracle.relative_error(q, queries) < 1e-5
+        assert oracle.relative_error(kv, np.stack([keys, x[:, 8:]])) < 1e-5
+
+
+@pytest.mark.parametrize("capacity", [30, 300])
+@pytest.mark.parametrize("length", [1, 3])
+def test_answers_times_gates(backend, rng, length, capacity):
+    """In one chunk of keys and in several."""
+    heads, kv_heads, size = 6, 2, 32
+    projected = normal(rng, 1, length, (2 * heads + 2 * kv_heads) * size)
+    q, kv, start = normal(rng, 1, heads, length, size), normal(rng, 2, 1, kv_heads, capacity, size), capacity - length
+    gates = oracle.float64(projected).reshape(1, length, -1, size)[:, :, [1, 3, 5, 7, 9, 11]]
+    options = {"scale": 0.3, "mask": "causal"}
+    plain = oracle.float64(ck.cache_attention(q, kv, mx.array([start], mx.int32), **options, backend=backend))
+    expected = plain / (1 + np.exp(-gates.reshape(1, length, -1)))
+    given = (q, kv, mx.array([start], mx.int32))
+    assert (
+        oracle.relative_error(ck.cache_attention(*given, gates=projected, **options, backend=backend), expected) < 1e-5
+    )
+    assert oracle.relative_error(sdpa.cache_attention_reference(*given, gates=projected, **options), expected) < 1e-5
+    with pytest.raises(OptionError, match=r"gates \[1, 1, 64\]"):
+        ck.cache_attention(*given, gates=mx.zeros((1, 1, 64)), **options, backend=backend)
 
 
 def test_qkv_epilogue_refuses_what_does_not_fit(backend):
@@ -686,14 +751,16 @@ def test_packed_words_may_begin_at_any_word(backend, rng, bits):
 
 
 @pytest.mark.parametrize(("position", "capacity"), [(0, 3), (5, 9), (11, 4), (40, 41)])
-@pytest.mark.parametrize("form", ["plain", "normed", "head_norm", "sinks", "partial"])
+@pytest.mark.parametrize("form", ["plain", "normed", "head_norm", "sinks", "partial", "gated"])
 def test_the_fused_launch_is_append_and_attention(backend, rng, position, capacity, form):
     heads, kv_heads, head_dim = 6, 3, 64
-    qkv = normal(rng, 2, 1, (heads + 2 * kv_heads) * head_dim)
-    pairs = 5 if form == "partial" else 32
+    qkv = normal(rng, 2, 1, ((2 if form == "gated" else 1) * heads + 2 * kv_heads) * head_dim)
+    pairs = {"partial": 5, "gated": 7}.get(form, 32)
     rotation = mx.array(ck.rotation_table(10000.0 ** (-np.arange(pairs) / pairs), position, 1))
     sizes, options = {"heads": heads, "kv_heads": kv_heads}, {"scale": 0.2}
-    if form == "normed":
+    if form == "gated":
+        sizes |= {"gated": True, "centered": True}
+    if form in ("normed", "gated"):
         sizes |= {"q_norm": normal(rng, head_dim), "k_norm": normal(rng, head_dim), "eps": 0.3}
     if form == "head_norm":
         sizes |= {"head_norm": True, "eps": 0.3}
@@ -705,8 +772,9 @@ def test_the_fused_launch_is_append_and_attention(backend, rng, position, capaci
     norms = [sizes.get(name) for name in ("q_norm", "k_norm")]
     arrays = (*norms, options.get("sinks"))
     dtypes = (None if array is None else array.dtype for array in arrays)
-    widths = (heads, kv_heads, head_dim, pairs)
-    call = plan_fused("host", 2, *widths, 0.2, sizes.get("eps", 0.0), mx.float32, *dtypes, form == "head_norm")
+    split = {name: value for name, value in sizes.items() if name not in ("q_norm", "k_norm")}
+    made = rotary.Form(**{"eps": None} | split)
+    call = plan_fused("host", 2, head_dim, pairs, made, 0.2, mx.float32, *dtypes)
     # Row ``position`` is hidden until it is written, and rows after it always are.
     unwritten = np.arange(capacity) >= (position if position < capacity else capacity)
     np.array(cache, copy=False)[:, :, :, unwritten] = np.nan

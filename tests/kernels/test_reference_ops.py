@@ -193,13 +193,22 @@ def test_scale_and_softcap_stand_between_the_bias_and_the_residual(backend, rng,
     matrix = oracle.random_affine(rng, 45, 96, 4, 32, mx.float16)
     x, bias, residual = normal(rng, rows, 96), normal(rng, 45) * 5, normal(rng, rows, 45)
     product = oracle.float64(x) @ oracle.unpack(*matrix, 4, 32).T + oracle.float64(bias)
+    gate = normal(rng, rows, 1) * 3
+    opened = 1 / (1 + np.exp(-oracle.float64(gate)))
     options = {"bits": 4, "group_size": 32, "bias": bias, "residual": residual, "scale": 0.25}
-    for more, capped in (({}, 0.25 * product), ({"softcap": 3.0}, 3 * np.tanh(0.25 * product / 3))):
+    capped = 3 * np.tanh(0.25 * product / 3)
+    for more, made in (
+        ({}, 0.25 * product),
+        ({"softcap": 3.0}, capped),
+        ({"softcap": 3.0, "row_gate": gate}, capped * opened),
+    ):
         for y in (
             ck.affine_matmul(x, *matrix, **options, **more, backend=backend),
             affine.affine_matmul_reference(x, *matrix, **options, **more),
         ):
-            assert oracle.relative_error(y, capped + oracle.float64(residual)) < 1e-5
+            assert oracle.relative_error(y, made + oracle.float64(residual)) < 1e-5
+    with pytest.raises(OptionError, match=rf"row_gate is \[{rows}, 45\], but the result needs \[{rows}, 1\]"):
+        ck.affine_matmul(x, *matrix, **options, row_gate=residual, backend=backend)
     with pytest.raises(OptionError, match="softcap is 0"):
         ck.affine_matmul(x, *matrix, **options, softcap=0.0, backend=backend)
 

@@ -10,6 +10,7 @@ from turbospark_mlx import custom_kernels as ck
 from turbospark_mlx.custom_kernels import gemv
 from turbospark_mlx.custom_kernels.append_attention import append_attention_reference
 from turbospark_mlx.custom_kernels.backends import Backend
+from turbospark_mlx.custom_kernels.delta_net import gated_delta_step_reference
 
 Call = tuple[Callable[..., mx.array], list[mx.array]]
 
@@ -123,6 +124,21 @@ def epilogue(backend, length, heads, kv_heads, head_dim, dtype, *, normed, learn
     return call, arrays
 
 
+def gated_epilogue(backend, length, heads, kv_heads, head_dim, pairs, dtype, *, centered):
+    """Queries with gates between them, of which a part turns."""
+    arrays = [
+        normal(1, length, 2 * (heads + kv_heads) * head_dim, dtype=dtype),
+        normal(length, pairs, 2),
+        *[normal(head_dim, dtype=dtype)] * 2,
+    ]
+    sizes = {"heads": heads, "kv_heads": kv_heads, "gated": True, "centered": centered, "eps": 1e-6}
+
+    def call(qkv, rotation, q_norm, k_norm):
+        return ck.qkv_epilogue(qkv, rotation, q_norm=q_norm, k_norm=k_norm, **sizes, backend=backend)
+
+    return call, arrays
+
+
 def value_epilogue(backend, length, heads, kv_heads, head_dim, dtype, *, shared_values):
     """Values normalized, and taken from the rows of keys or stored; or queries alone."""
     stored, weights = heads + kv_heads * (1 if shared_values else 2), 2 if kv_heads else 1
@@ -161,6 +177,34 @@ def norms(backend, shape, dtype, weight_dtype):
     yield partial(ck.rms_norm_add, scale=0.375, **options), [x, weight, stream]
 
 
+def delta(backend, length, groups, heads, key_dim, value_dim, dtype, *, taps=4, activation="silu", placed=False):
+    """A layer of Gated DeltaNet; ``placed`` is one token that finds its state in a slot and fills the next."""
+    channels = 2 * groups * key_dim + heads * value_dim
+    slots = (3,) if placed else ()
+    arrays = [
+        normal(1, length, channels + heads * (value_dim + 2), dtype=dtype),
+        normal(*slots, 1, taps - 1, channels, dtype=dtype),
+        normal(*slots, 1, heads, value_dim, key_dim),
+        normal(channels, taps, 1, dtype=dtype),
+        normal(heads),
+        normal(heads, dtype=dtype),
+        normal(value_dim, dtype=dtype),
+    ]
+
+    def call(projected, tail, state, *learned):
+        weights = ck.DeltaWeights(*learned, 1e-6, activation)
+        if not placed:
+            found = ck.gated_delta(projected, tail, state, weights, backend=backend)
+            return [array for array in found if array is not None]
+        start = mx.array([7], mx.int32)
+        if not ck.steps(projected, backend):
+            return gated_delta_step_reference(projected, tail, state, start, weights)
+        tail, state = tail + 0, state + 0  # the test's own are not to change
+        return ck.gated_delta_step(projected, tail, state, start, weights, backend=backend), tail, state
+
+    return call, arrays
+
+
 def step(
     backend,
     length,
@@ -174,9 +218,13 @@ def step(
     learned=True,
     sinks=False,
     pairs=None,
+    gated=False,
 ):
-    """Attention of a decode step over a cache that the rows are first written into, in place."""
+    """Attention of a decode step over a cache that the rows are first written into, in place. Norms of ``gated``
+    queries are stored less 1."""
     sizes, options = {"heads": 4, "kv_heads": 2}, {"scale": 0.125, "mask": "causal", "window": window}
+    if gated:
+        sizes |= {"gated": True, "centered": True}
     norms = ("q_norm", "k_norm") if normed and learned else ()
     optional = {name: normal(head_dim, dtype=dtype) for name in norms}
     if normed:
@@ -184,7 +232,7 @@ def step(
     if sinks:
         optional["sinks"] = normal(4, dtype=dtype)
     arrays = [
-        normal(1, length, 8 * head_dim, dtype=dtype),
+        normal(1, length, (12 if gated else 8) * head_dim, dtype=dtype),
         normal(length, pairs or head_dim // 2, 2),
         normal(2, 1, 2, capacity, head_dim, dtype=dtype),
         mx.array([start], dtype=mx.int32),
@@ -204,6 +252,42 @@ def step(
 def rotate(backend, shape, pairs, dtype, **options):
     arrays = [normal(*shape, dtype=dtype), normal(shape[2], pairs, 2)]
     return partial(ck.rotate, **options, backend=backend), arrays
+
+
+def streams(backend, shape, count, dtype):
+    """What is done with ``count`` residual streams, which together have ``shape``."""
+    wide, narrow = normal(*shape, dtype=dtype), normal(*shape[:-1], shape[-1] // count, dtype=dtype)
+    yield partial(ck.stream_mix, streams=count, backend=backend), [normal(*shape, dtype=dtype, scale=2.0), wide]
+    logits = normal(*shape[:-1], count, dtype=dtype, scale=3.0)
+    yield partial(ck.stream_inject, backend=backend), [wide, narrow, logits]
+    yield partial(ck.ngram_gate, backend=backend), [wide, wide * 0.5 - 0.1, narrow]
+
+
+def sparse(backend, length, heads, width, keys, block, top_k, dtype, kv_dtype):
+    """The steps of sparse attention of the last ``length`` of ``keys`` tokens, among equal scores too."""
+    blocks, start = keys // block, mx.array([keys - length], mx.int32)
+    pairs = width // 4
+    rotation = normal(blocks, pairs, 2)
+    pool = partial(ck.pool_blocks, eps=1e-6, centered=width % 8 == 0, backend=backend)
+    yield pool, [normal(1, blocks, block, width, dtype=kv_dtype), normal(width, dtype=dtype), rotation]
+
+    def score(queries, keys):
+        scores = ck.score_blocks(queries, keys, start, block=block, backend=backend)
+        return mx.where(scores == -mx.inf, -1.0, scores)
+
+    yield score, [normal(1, heads, length, width, dtype=dtype), normal(1, blocks, width, dtype=kv_dtype)]
+    last, sizes = mx.array([keys - 1], mx.int32), {"keys": keys, "block": block, "top_k": top_k}
+    scores = mx.maximum(normal(2, blocks), 0.0)
+    scores = mx.where(mx.arange(blocks) % 4 == 1, mx.roll(scores, 1, axis=1), scores)
+
+    def choose(scores):
+        return ck.choose_positions(scores, last, **sizes, backend=backend)
+
+    yield choose, [scores]
+    chosen = np.sort(np.random.default_rng(keys).permutation(keys)[: top_k * block])
+    arrays = [normal(1, 6, 1, width, dtype=dtype), *[normal(1, 2, keys, width, dtype=kv_dtype)] * 2]
+    listed = partial(ck.indexed_attention, scale=0.125, backend=backend)
+    yield listed, [*arrays, mx.array(chosen[None].astype(np.int32))]
 
 
 def router(backend, rows, hidden, experts, top_k, dtype, weights, *, normalize, arounds=False, **options):
@@ -277,6 +361,10 @@ def variants(backend: Backend) -> Iterator[Call]:
     for rows in (1, 3, 8):
         yield affine(backend, rows, 14336, 42, 4, 64, mx.bfloat16, mx.bfloat16)
         yield affine(backend, rows, 28672, 42, 8, 128, mx.float32, mx.float32, residual=(rows, 42))
+        around = {"row_gate": (rows, 1), "residual": (rows, 42)}
+        yield affine(backend, rows, 512, 42, 4, 64, mx.bfloat16, mx.bfloat16, **around)
+        centered = {"norm_weight": (384,), "more": {"centered": True}}
+        yield affine(backend, rows, 384, 42, 4, 64, mx.bfloat16, mx.bfloat16, **centered)
         gated = {"op": ck.gated_affine_matmul, "norm_weight": (4096,)}
         yield affine(backend, rows, 4096, 42, 4, 64, mx.bfloat16, mx.bfloat16, **gated)
         yield affine(backend, rows, 1792, 300, 4, 64, mx.float16, mx.float16, op=ck.greedy_head)
@@ -307,6 +395,8 @@ def variants(backend: Backend) -> Iterator[Call]:
         yield epilogue(backend, 3, 4, 2, 64, dtype, normed=True)
         yield epilogue(backend, 2, 32, 2, 128, dtype, normed=True, learned=False)
         yield epilogue(backend, 2, 16, 4, 256, dtype, normed=False, pairs=32)
+        yield gated_epilogue(backend, 1, 6, 2, 256, 32, dtype, centered=True)
+        yield gated_epilogue(backend, 9, 3, 1, 48, 8, dtype, centered=False)
         yield value_epilogue(backend, 1, 16, 8, 256, dtype, shared_values=False)
         yield value_epilogue(backend, 3, 4, 2, 512, dtype, shared_values=True)
         yield value_epilogue(backend, 2, 8, 0, 64, dtype, shared_values=False)
@@ -334,6 +424,11 @@ def variants(backend: Backend) -> Iterator[Call]:
     for dtype in DTYPES:
         yield from phases(backend, 1, 2, dtype, experts(3, 128, 224, ((8, 64), (4, 32)), mx.float16, "silu"))
     for dtype in DTYPES:
+        yield from streams(backend, (1, 1, 10240), 4, dtype)
+        yield from streams(backend, (2, 3, 240), 3, dtype)
+        yield from sparse(backend, 1, 4, 128, 403, 4, 64, dtype, dtype)
+        yield from sparse(backend, 3, 2, 24, 95, 8, 3, dtype, mx.float16)
+    for dtype in DTYPES:
         yield step(backend, 1, 40, 21, 64, dtype)
         yield step(backend, 1, 300, 290, 128, dtype, normed=True)
         yield step(backend, 1, 300, 290, 128, dtype, normed=True, learned=False)
@@ -341,6 +436,13 @@ def variants(backend: Backend) -> Iterator[Call]:
         yield step(backend, 1, 40, 21, 256, dtype, pairs=32)
         yield step(backend, 1, 1100, 1050, 128, dtype)
         yield step(backend, 3, 40, 30, 64, dtype, window=9)
+        yield step(backend, 1, 40, 21, 256, dtype, normed=True, pairs=32, gated=True)
+        yield step(backend, 1, 1100, 1050, 256, dtype, normed=True, pairs=32, gated=True)
+        yield step(backend, 3, 40, 30, 80, dtype, normed=True, pairs=10, gated=True)
+        yield delta(backend, 1, 2, 4, 128, 128, dtype, placed=True)
+        yield delta(backend, 1, 1, 3, 128, 128, dtype, activation="sigmoid", placed=True)
+        yield delta(backend, 19, 1, 2, 128, 128, dtype)
+        yield delta(backend, 3, 2, 2, 40, 12, dtype, taps=2, activation="sigmoid")
 
 
 def misaligned(variant: Call) -> Call:
@@ -406,6 +508,11 @@ def awkward(backend: Backend) -> Iterator[Call]:
         yield step(backend, 3, 37, 30, 80, dtype, normed=True, sinks=True)
         yield step(backend, 3, 7, 12, 16, dtype)
         yield step(backend, 1, 37, 30, 80, dtype, normed=True, learned=False)
+        yield step(backend, 3, 37, 30, 80, dtype, normed=True, learned=False, pairs=9)
+        yield delta(backend, 1, 3, 9, 33, 70, dtype, taps=3, placed=True)
+        yield delta(backend, 40, 2, 4, 192, 96, dtype)
+        yield delta(backend, 1, 1, 1, 16, 300, dtype)
+        yield step(backend, 2, 300, 280, 96, dtype, normed=True, pairs=5, gated=True)
         yield epilogue(backend, 31, 3, 1, 80, dtype, normed=True)
         yield epilogue(backend, 5, 3, 1, 81, dtype, normed=True, pairs=7)
         yield epilogue(backend, 5, 3, 1, 81, dtype, normed=True, learned=False, pairs=7)
@@ -413,6 +520,9 @@ def awkward(backend: Backend) -> Iterator[Call]:
         for shape in ((577,), (1, 33, 4099), (3, 5, 2, 31)):
             yield from norms(backend, shape, dtype, mx.float16)
         yield rotate(backend, (2, 3, 5, 46), 7, dtype, start=5, span=20)
+        yield from streams(backend, (3, 1, 5, 77), 7, dtype)
+        yield from sparse(backend, 8, 5, 44, 1003, 3, 100, dtype, mx.bfloat16)
+        yield from sparse(backend, 1, 1, 128, 9000, 4, 512, dtype, dtype)
         yield rotate(backend, (2, 3, 5, 23), 10, dtype, interleaved=True)
     for dtype in DTYPES:
         for bits in (3, 4, 8):

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from turbospark_mlx.cache.blocks import BlockKeys
+from turbospark_mlx.cache.joint import JointState, reusable_prefix
 from turbospark_mlx.cache.kv import LinearKV, RingKV
 from turbospark_mlx.cache.latent import LatentKV
 from turbospark_mlx.cache.masks import causal_mask
@@ -15,6 +17,8 @@ from turbospark_mlx.cache.recurrent import RecurrentState
 from turbospark_mlx.protocols import LayerCache
 
 __all__ = [
+    "BlockKeys",
+    "JointState",
     "LatentKV",
     "LinearKV",
     "RecurrentState",
@@ -38,16 +42,6 @@ def rollback_all(layers: Sequence[LayerCache], marks: Sequence[Any]) -> None:
         layer.check(mark)
     for layer, mark in zip(layers, marks, strict=True):
         layer.rollback(mark)
-
-
-def reusable_prefix(layers: Sequence[LayerCache], prefix_len: int) -> int:
-    """The longest prefix, at most ``prefix_len``, that every layer can go back to by itself."""
-    while prefix_len > 0:
-        shorter = min(layer.reusable(prefix_len) for layer in layers)
-        if shorter == prefix_len:
-            break
-        prefix_len = shorter
-    return prefix_len
 
 
 def trim_all(layers: Sequence[LayerCache], length: int) -> None:

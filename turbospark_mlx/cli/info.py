@@ -126,6 +126,8 @@ def _roles(install: Install) -> list[dict[str, Any]]:
 
     for entry in install.tensors.values():
         add(role_of(entry.name, entry.shape), spell(entry.dtype, entry.format), 1, prod(entry.shape), entry.nbytes)
+    if table := install.table:
+        add("table", spell(table.blocks or table.dtype, table.format), 1, prod(table.shape), table.nbytes)
     for layer in install.experts.layers:
         experts = len(layer.offsets)
         for role, tensor in layer.tensors.items():

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import numpy as np
 
-from turbospark_mlx.convert.floats import STORAGE
+from turbospark_mlx.convert.floats import STORAGE, to_float32
 from turbospark_mlx.convert.quantization import QuantizationConfig, affine_format, quantization_block
 from turbospark_mlx.convert.safetensors_file import DTYPES, StoredTensor, open_shards
 from turbospark_mlx.convert.source import (
@@ -47,7 +48,9 @@ def open_huggingface(directory: Path, model_id: str | None) -> Source:
         stored, ignored = open_shards(directory, files)
         names = [name for name in stored if not _is_companion(name, stored)]
         config = settle_tied_head(family.config_from_hf(hf_config), family, names)
-        config = family.settle(config, {name: stored[name].shape for name in names})
+        config = family.settle(
+            config, {name: stored[name].shape for name in names}, lambda name: _small_values(name, stored)
+        )
         # A packed head beside a tied embedding is read like any other matrix, to see whether it is the same one.
         untied = replace(config, tie_word_embeddings=False)
         block = quantization_block(hf_config, blocks=any(_is_blocks(name, stored) for name in names))
@@ -62,6 +65,18 @@ def open_huggingface(directory: Path, model_id: str | None) -> Source:
             ignored=ignored,
             files=files.pop_all(),
         )
+
+
+def _small_values(name: str, stored: Mapping[str, StoredTensor]) -> np.ndarray:
+    """The values of a tensor that is not packed, in the shape that it is stored in."""
+    tensor = stored[name]
+    if tensor.dtype != "I64" and tensor.dtype not in DTYPES:
+        raise ConvertError(f"{tensor.file.path}: {name} is {tensor.dtype}, where plain values are expected.")
+    rows = prod(tensor.shape[:-1]) if len(tensor.shape) > 1 else prod(tensor.shape)
+    if tensor.dtype == "I64":
+        return tensor.read_rows(0, rows, np.dtype("<i8")).reshape(tensor.shape)
+    form = DTYPES[tensor.dtype]
+    return to_float32(tensor.read_rows(0, rows, STORAGE[form]), form).reshape(tensor.shape)
 
 
 def _stem(name: str) -> str:

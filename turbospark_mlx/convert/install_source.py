@@ -15,7 +15,7 @@ from turbospark_mlx.convert.huggingface import SIDE_FILES
 from turbospark_mlx.convert.source import AffineRows, Mxfp4Rows, Rows, Source, SourceTensor
 from turbospark_mlx.errors import ConvertError
 from turbospark_mlx.families import family_for_manifest
-from turbospark_mlx.gturbo import Install, TensorEntry
+from turbospark_mlx.gturbo import Install, TensorEntry, row_table
 from turbospark_mlx.gturbo.experts_layout import ExpertLayer, ExpertTensor
 from turbospark_mlx.gturbo.formats import BLOCK_TYPES, CONVERTIBLE_BLOCK_TYPES
 from turbospark_mlx.protocols import Family, ModelConfig, Mxfp4Format
@@ -38,6 +38,7 @@ def open_install(directory: Path, model_id: str | None) -> Source:
             tensors={
                 **{name: _tensor(install, entry) for name, entry in install.tensors.items()},
                 **_stacks(install, family, config),
+                **_table(install, family, config),
             },
             side_files={name: data for name, data in side_files.items() if data is not None},
             files=files.pop_all(),
@@ -54,6 +55,27 @@ def _stacks(install: Install, family: Family, config: ModelConfig) -> dict[str, 
             if tensor := layer.tensors.get(_role(layer, routed.tensors[0])):
                 found[name] = _stack(install, routed.position, layer, tensor)
     return found
+
+
+def _table(install: Install, family: Family, config: ModelConfig) -> dict[str, SourceTensor]:
+    """The table, where the install has one."""
+    layout = install.table
+    names = [name for name in family.expected(config) if family.place(name, config).table] if layout else []
+    if not names:
+        return {}
+    ends = np.cumsum(list(layout.parts.values())).tolist()
+
+    def read(start: int, stop: int) -> np.ndarray | AffineRows:
+        records = np.empty((stop - start, layout.record_bytes), np.uint8)
+        install.read_table_into(start, records)
+        parts = [np.ascontiguousarray(part) for part in np.split(records, ends[:-1], axis=1)]
+        if layout.format is None:
+            return parts[0].view(STORAGE[layout.dtype])
+        companion = STORAGE[layout.format.companion_dtype]
+        return AffineRows(parts[0].view("<u4"), parts[1].view(companion), parts[2].view(companion))
+
+    where = f"{install.path}: {row_table.ROWS}"
+    return {names[0]: SourceTensor(layout.shape, layout.format or layout.dtype, where, read)}
 
 
 def _role(layer: ExpertLayer, name: str) -> str:

@@ -104,7 +104,8 @@ def _write(source: Source, made: Plan, directory: Path, report: ConversionReport
     experts = [[TensorSpec(m.tensor, m.shape[1:], m.target) for m in matrices] for matrices in made.experts]
     num_experts = made.experts[0][0].shape[0] if made.experts else 0
     expert_bytes = sum(sum(spec.nbytes for spec in layer) for layer in experts) * num_experts
-    weight_bytes = sum(spec.nbytes for spec in specs) + expert_bytes
+    table = made.table and TensorSpec(made.table.parts[0].name, made.table.shape, made.table.target)
+    weight_bytes = sum(spec.nbytes for spec in specs) + expert_bytes + (table.nbytes if table else 0)
     needed = {
         "weights": weight_bytes,
         "other files": sum(map(len, source.side_files.values())),
@@ -113,7 +114,14 @@ def _write(source: Source, made: Plan, directory: Path, report: ConversionReport
     if experts:
         needed["alignment of experts"] = len(experts) * num_experts * PAGE
     check_free_space(directory, needed)
-    writer = InstallWriter(directory, specs, experts=experts, num_experts=num_experts)
+    writer = InstallWriter(
+        directory,
+        specs,
+        experts=experts,
+        num_experts=num_experts,
+        table=table,
+        table_facts=made.table and made.table.facts,
+    )
     with _bar("convert", weight_bytes, progress) as bar:
         for tensor, spec in zip(made.tensors, specs, strict=True):
             _count(report, tensor, tensor.source.shape, spec.nbytes)
@@ -129,6 +137,11 @@ def _write(source: Source, made: Plan, directory: Path, report: ConversionReport
                     for part, rows, offset in _pieces(matrix.parts[number], spec, report):
                         writer.write_expert(position, number, matrix.tensor, part, rows, offset=offset)
                         bar.update(rows.nbytes)
+        if table:
+            _count(report, made.table.parts[0], made.table.shape, table.nbytes)
+            for row, records in _records(made.table.parts, report):
+                writer.write_table(row, records)
+                bar.update(records.nbytes)
     for name, data in source.side_files.items():
         writer.add_side_file(name, data)
     arch, extension = source.config.to_manifest()
@@ -164,6 +177,17 @@ def _pieces(tensor: PlannedTensor, spec: TensorSpec, report: ConversionReport) -
     for start, stop in tiles(tensor.source):
         for part, rows in _parts(_convert(tensor, start, stop, report.roles[tensor.role], report)).items():
             yield part, rows, start * (spec.parts[part] // tensor.source.rows)
+
+
+def _records(parts: tuple[PlannedTensor, ...], report: ConversionReport) -> Iterator[tuple[int, np.ndarray]]:
+    """``(first row, records)`` of a converted table, a tile at a time."""
+    first = 0
+    for tensor in parts:
+        for start, stop in tiles(tensor.source):
+            stored = _parts(_convert(tensor, start, stop, report.roles[tensor.role], report))
+            whole = (np.ascontiguousarray(part).view(np.uint8).reshape(stop - start, -1) for part in stored.values())
+            yield first + start, np.concatenate(list(whole), axis=1)
+        first += tensor.source.rows
 
 
 def _parts(stored: Rows) -> dict[str, np.ndarray]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from turbospark_mlx.convert.cut import cut, stacked_shape
 from turbospark_mlx.convert.floats import STORAGE
 from turbospark_mlx.convert.report import describe
-from turbospark_mlx.convert.source import Source, SourceTensor, is_head, tiles
+from turbospark_mlx.convert.source import Rows, Source, SourceTensor, is_head, tiles
 from turbospark_mlx.errors import ConvertError, OptionError
 from turbospark_mlx.families.routed import parameter
 from turbospark_mlx.protocols import AffineFormat, Dropped, ModelConfig, Mxfp4Format, PackedFormat, Placement, Role
@@ -26,6 +27,8 @@ _DEFAULT = AffineFormat(4, 64, "bfloat16")
 # A router decides between experts by small differences, and is small itself.
 _ROUTER_BITS = 8
 _ELDER_GROUP_SIZE, _ELDER_COMPANION_DTYPE = 64, "bfloat16"
+_LEAST_GROUP = 32
+_ELDER_TABLE = AffineFormat(4, _LEAST_GROUP, _ELDER_COMPANION_DTYPE)
 # What the elder engines' manifests may say of a role; other roles have 4 bits.
 _ELDER_BITS = {"router": (8,), "shared_expert": (4, 8)}
 
@@ -87,6 +90,22 @@ class PlannedExperts:
         return self.parts[0].target
 
 
+@dataclass(frozen=True)
+class PlannedTable:
+    """The table of the install: its parts in order, all of which get one format, and what its header says."""
+
+    parts: tuple[PlannedTensor, ...]
+    facts: Mapping[str, Any]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return sum(part.source.rows for part in self.parts), self.parts[0].source.columns
+
+    @property
+    def target(self) -> str | PackedFormat:
+        return self.parts[0].target
+
+
 @dataclass
 class Plan:
     """``tensors`` in writing order, ``experts`` the matrices of each layer that has routed ones; ``dropped`` maps names
@@ -94,6 +113,7 @@ class Plan:
 
     tensors: list[PlannedTensor] = field(default_factory=list)
     experts: list[list[PlannedExperts]] = field(default_factory=list)
+    table: PlannedTable | None = None
     dropped: dict[str, str] = field(default_factory=dict)
     exceptions: dict[str, str] = field(default_factory=dict)
 
@@ -110,6 +130,7 @@ def plan(source: Source, options: Options) -> Plan:
     made = Plan(dropped=dict(source.dropped))
     placed: dict[str, PlannedTensor] = {}
     pieces: dict[str, dict[int, SourceTensor]] = {}
+    shards: dict[str, dict[int, SourceTensor]] = {}
     expected = source.family.expected(source.config)
     for name, tensor in source.tensors.items():
         place = source.family.place(name, source.config)
@@ -120,19 +141,33 @@ def plan(source: Source, options: Options) -> Plan:
             _check_format(tensor)
             _cut(tensor, place, source, pieces)
             continue
+        if place.table:
+            _check_format(tensor)
+            _add_shard(tensor, place, expected[place.name], shards.setdefault(place.name, {}))
+            continue
         if place.name in placed:
             raise ConvertError(f"{tensor.where}: {placed[place.name].source.where} has the same place, {place.name}.")
         _check_format(tensor)
-        tensor = _flattened(tensor, expected.get(place.name))
+        tensor = _reshaped(tensor, expected.get(place.name))
         placed[place.name] = PlannedTensor(place.name, place.role, tensor, tensor.format)
-    _check_complete(placed, pieces, source)
+    _check_complete(placed, pieces, shards, source)
     _check_tied_head(placed, source, made.dropped)
 
-    formats = [tensor.target for tensor in placed.values()] + [parts[0].format for parts in pieces.values()]
+    formats = [tensor.target for tensor in placed.values()] + [
+        parts[0].format for parts in (*pieces.values(), *shards.values())
+    ]
     asked = _asked_format(options, any(isinstance(form, PackedFormat) for form in formats))
     made.experts = [[] for _ in source.family.experts(source.config)]
     for name in expected:
         place = source.family.place(name, source.config)
+        if place.table:
+            parts = [part for _, part in sorted(shards[name].items())]
+            target, reason = _table_target(parts[0], asked, options.elder_compatible)
+            facts = source.family.table_facts(source.config)
+            made.table = PlannedTable(tuple(PlannedTensor(name, place.role, part, target) for part in parts), facts)
+            if reason:
+                made.exceptions[name] = reason
+            continue
         first = placed[name].source if place.routed is None else pieces[name][0]
         target, reason = _target(place.role, first, asked, options.elder_compatible)
         if place.routed is None:
@@ -145,9 +180,47 @@ def plan(source: Source, options: Options) -> Plan:
     return made
 
 
-def _flattened(tensor: SourceTensor, shape: tuple[int, ...] | None) -> SourceTensor:
-    """A stack of matrices as the one matrix of their rows, where that is what an install has."""
-    return replace(tensor, shape=shape) if len(tensor.shape) == 3 and shape == (tensor.rows, tensor.columns) else tensor
+def _reshaped(tensor: SourceTensor, shape: tuple[int, ...] | None) -> SourceTensor:
+    """A tensor of three axes as the matrix that an install has, where both are the same values in the same order: a
+    stack of matrices as all their rows, or axes of which one is 1."""
+    if len(tensor.shape) != 3 or shape is None or len(shape) != 2:
+        return tensor
+    if shape == (tensor.rows, tensor.columns):
+        return replace(tensor, shape=shape)
+    if 1 not in tensor.shape or shape != tuple(size for size in tensor.shape if size != 1):
+        return tensor
+    each = shape[1] // tensor.columns
+
+    def read(start: int, stop: int) -> Rows:
+        return tensor.read(start * each, stop * each).reshape(stop - start, -1)
+
+    return replace(tensor, shape=shape, read=read) if isinstance(tensor.format, str) else tensor
+
+
+def _add_shard(tensor: SourceTensor, place: Placement, shape: tuple[int, ...], found: dict[int, SourceTensor]) -> None:
+    part = place.table
+    if tensor.shape != (each := (shape[0] // part.parts, shape[1])):
+        raise _wrong_shape(tensor, each)
+    other = next(iter(found.values()), tensor)
+    if part.number in found or other.shape != tensor.shape:
+        raise ConvertError(f"{tensor.where}: has the same place as {found.get(part.number, other).where}.")
+    if other.format != tensor.format:
+        raise ConvertError(
+            f"{tensor.where}: is stored as {describe(tensor.format)}, {other.where} as {describe(other.format)}; the"
+            " parts of a table have to be stored alike. Take another copy of the checkpoint."
+        )
+    found[part.number] = tensor
+
+
+def _table_target(
+    source: SourceTensor, asked: AffineFormat | None, elder_compatible: bool
+) -> tuple[str | PackedFormat, str | None]:
+    """As `_target`: rows hold whole groups, so that where those asked for do not fit, the smallest are taken."""
+    if elder_compatible:
+        asked = _ELDER_TABLE
+    elif asked is not None and source.columns % asked.group_size:
+        asked = replace(asked, group_size=_LEAST_GROUP)
+    return _target("embedding", source, asked, elder_compatible)
 
 
 def _cut(tensor: SourceTensor, place: Placement, source: Source, pieces: dict[str, dict[int, SourceTensor]]) -> None:
@@ -191,10 +264,13 @@ def _check_format(tensor: SourceTensor) -> None:
 
 
 def _check_complete(
-    placed: Mapping[str, PlannedTensor], pieces: Mapping[str, Mapping[int, SourceTensor]], source: Source
+    placed: Mapping[str, PlannedTensor],
+    pieces: Mapping[str, Mapping[int, SourceTensor]],
+    shards: Mapping[str, Mapping[int, SourceTensor]],
+    source: Source,
 ) -> None:
     expected = source.family.expected(source.config)
-    missing = [name for name in expected if name not in placed and name not in pieces]
+    missing = [name for name in expected if not any(name in found for found in (placed, pieces, shards))]
     if any(is_head(source.family.place(name, source.config)) for name in missing):
         raise ConvertError(
             "config.json: tie_word_embeddings is false, but the checkpoint has no output head. Set it to true if the"
@@ -211,6 +287,13 @@ def _check_complete(
             raise ConvertError(
                 f"{source.model_id}: lacks {name} of expert {absent[0]}, and of {len(absent) - 1} more of"
                 f" {expected[name][0]} experts. Complete the download, or check config.json."
+            )
+    for name, parts in shards.items():
+        count = expected[name][0] // next(iter(parts.values())).rows
+        if absent := [number for number in range(count) if number not in parts]:
+            raise ConvertError(
+                f"{source.model_id}: lacks part {absent[0]} of {name}, and {len(absent) - 1} more of {count}. Complete"
+                " the download, or check config.json."
             )
     for name, tensor in placed.items():
         if name not in expected:

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from turbospark_mlx.errors import InstallError, OptionError
-from turbospark_mlx.gturbo import experts_layout, formats, integrity, manifest, resident_index
+from turbospark_mlx.gturbo import experts_layout, formats, integrity, manifest, resident_index, row_table
 from turbospark_mlx.gturbo.experts_layout import ExpertsLayout
 from turbospark_mlx.gturbo.files import Directory, FileState, OpenFile, damaged
 from turbospark_mlx.gturbo.integrity import Progress
 from turbospark_mlx.gturbo.manifest import Manifest
 from turbospark_mlx.gturbo.resident_index import TensorEntry
+from turbospark_mlx.gturbo.row_table import TableLayout
 
 Verify = Literal["off", "auto", "full"]
 Dialect = Literal["swift", "rust"]
@@ -54,6 +55,7 @@ class Install:
             resident = self._open[resident_index.FILE]
             self.tensors: Mapping[str, TensorEntry] = resident_index.read(resident, self.manifest.tensor_formats)
             self.experts: ExpertsLayout = self._read_layout()
+            self.table: TableLayout | None = self._read_table()
         except BaseException:
             self.close()
             raise
@@ -95,6 +97,29 @@ class Install:
         sizes = {name: record.size for name, record in self.manifest.files.items()}
         experts_layout.check_files(layout, sizes, file.label)
         return layout
+
+    def _read_table(self) -> TableLayout | None:
+        """The table beside the weights, where there is one, whether the manifest lists it or not."""
+        try:
+            header = self._root.read(row_table.HEADER, row_table.MAX_HEADER_BYTES)
+        except InstallError as error:
+            if not isinstance(error.__cause__, FileNotFoundError):
+                raise
+            return None
+        rows = self._open[row_table.ROWS] = self._root.open(row_table.ROWS)
+        return row_table.read(header, self._root.label(row_table.HEADER), rows)
+
+    def open_table(self) -> OpenFile:
+        """The table's rows as a file of the caller's own, for positioned reads from any thread."""
+        return self._root.open(row_table.ROWS)
+
+    def read_table_into(self, row: int, buffer: Any) -> None:
+        """Fill ``buffer``, writable, with whole records of the table from row ``row`` on."""
+        size = self.table.record_bytes
+        count = memoryview(buffer).nbytes
+        if count % size or not 0 <= row <= self.table.shape[0] - count // size:
+            raise ValueError(f"{count} bytes from row {row} on are no records of the table")
+        self._fill(row_table.ROWS, row * size, count, buffer)
 
     @classmethod
     def open(
@@ -178,6 +203,11 @@ class Install:
                 found.append(
                     f"It holds {dtype} blocks ({example}), which this package does not compute with: {remedy}."
                 )
+        if self.table and self.table.blocks:
+            found.append(
+                f"Its n-gram table holds {self.table.blocks} blocks, which this package does not read:"
+                " convert it from its source again."
+            )
         if "hadamard" in self.manifest.quant:
             found.append("Its weights are rotated (quant.hadamard): convert it from its source again.")
         capability = self.manifest.document.get("capability")
@@ -298,7 +328,7 @@ class Install:
 
 def _belongs(path: str) -> bool:
     """Whether a file that no manifest lists may lie in an install of the Rust engine, or is a known receipt."""
-    if path.startswith(("tokenizer/", "ngram_table/")) or path in (manifest.ELDER_RECEIPT, ".DS_Store"):
+    if path.startswith(("tokenizer/", f"{row_table.DIRECTORY}/")) or path in (manifest.ELDER_RECEIPT, ".DS_Store"):
         return True
     name, _, extension = path.rpartition(".")
     known = ("tokenizer", "chat_template", "config", "generation_config", "special_tokens_map", "preprocessor_config")

@@ -13,14 +13,25 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from turbospark_mlx.errors import InstallError
-from turbospark_mlx.gturbo import experts_layout, formats, integrity, manifest, quant_summary, resident_index
+from turbospark_mlx.gturbo import (
+    experts_layout,
+    formats,
+    integrity,
+    manifest,
+    quant_summary,
+    resident_index,
+    row_table,
+)
 from turbospark_mlx.gturbo.files import MAX_TRANSFER, Directory, FileState, fold, split_path
 from turbospark_mlx.gturbo.formats import TensorSpec
 from turbospark_mlx.gturbo.integrity import Progress
 from turbospark_mlx.gturbo.manifest import FileRecord
 from turbospark_mlx.protocols import AffineFormat
 
-_RESERVED = (manifest.FILE, manifest.ELDER_RECEIPT, resident_index.FILE, experts_layout.DIRECTORY, "tokenizer")
+_RESERVED = (
+    *(manifest.FILE, manifest.ELDER_RECEIPT, resident_index.FILE),
+    *(experts_layout.DIRECTORY, row_table.DIRECTORY, "tokenizer"),
+)
 
 
 class InstallWriter:
@@ -28,7 +39,8 @@ class InstallWriter:
 
     ``tensors`` are the resident tensors, in file order. ``experts[i]`` are the tensors of one routed expert of the
     i-th layer that has them (``gate``, ``up``, ``down``, and ``gate_bias`` and so on for additive biases), of which
-    there are ``num_experts`` a layer. Raises InstallError, and OSError when the disk fails.
+    there are ``num_experts`` a layer. ``table`` is the matrix that is read by the row, where the model has one, and
+    ``table_facts`` what its header says of the model. Raises InstallError, and OSError when the disk fails.
     """
 
     def __init__(
@@ -38,6 +50,8 @@ class InstallWriter:
         *,
         experts: Sequence[Sequence[TensorSpec]] = (),
         num_experts: int = 0,
+        table: TensorSpec | None = None,
+        table_facts: Mapping[str, Any] | None = None,
     ) -> None:
         self._path = os.path.realpath(directory)
         if os.listdir(self._path):
@@ -54,6 +68,13 @@ class InstallWriter:
         for layer in self._layout.layers:
             self._create(layer.file, layer.stride * num_experts)
         self._files[resident_index.FILE].write(0, index)
+        self._table = table
+        if table is not None:
+            header = row_table.build(table, table_facts)
+            os.mkdir(os.path.join(self._path, row_table.DIRECTORY))
+            self._create(row_table.HEADER, len(header))
+            self._create(row_table.ROWS, table.nbytes)
+            self._files[row_table.HEADER].write(0, header)
         self._side_files: dict[str, str] = {}
         self._states: dict[str, FileState] = {}
         self._manifest: tuple[manifest.Manifest, bytes] | None = None
@@ -79,6 +100,11 @@ class InstallWriter:
         tensor = place.tensors[role]
         start = place.offsets[expert] + tensor.offset
         self._put(place.file, f"{role} of layer {layer}, expert {expert}", start, tensor.size, offset, data)
+
+    def write_table(self, row: int, records: Any) -> None:
+        """Write whole records of the table, parts one after the other in each, from row ``row`` on."""
+        size = self._table.nbytes // self._table.shape[0]
+        self._put(row_table.ROWS, "rows of the table", 0, self._table.nbytes, row * size, records)
 
     def _put(self, file: str, what: str, start: int, size: int, offset: int, data: Any) -> None:
         view = memoryview(data)
@@ -134,7 +160,8 @@ class InstallWriter:
                 for spec in self._specs
                 if isinstance(spec.dtype, AffineFormat) and spec.tag == formats.TAG_WORDS
             },
-            needs_extension=quant_summary.needs_extension(self._specs, self._experts, extension, elder_assumption),
+            needs_extension=quant_summary.needs_extension(self._specs, self._experts, extension, elder_assumption)
+            or (self._table is not None and self._table.dtype != row_table.ELDER_FORMAT),
             quant=quant_summary.summary(self._specs, self._experts),
             files=self._hash(names, progress),
             num_layers=len(self._layout.layers),
@@ -142,6 +169,8 @@ class InstallWriter:
             expert_stride=self._layout.stride,
         )
         self._sync_directory(experts_layout.DIRECTORY)
+        if self._table is not None:
+            self._sync_directory(row_table.DIRECTORY)
         partial = f"{manifest.FILE}.tmp"
         self._write_whole(partial, data)
         self._sync_directory(".")
@@ -153,6 +182,8 @@ class InstallWriter:
         for entry in self._entries.values():
             for part in resident_index.PARTS:
                 self._check_written(resident_index.FILE, f"{part} of tensor {entry.name!r}", *entry.part(part))
+        if self._table is not None:
+            self._check_written(row_table.ROWS, "the table", 0, self._table.nbytes)
         for layer in self._layout.layers:
             for expert, offset in enumerate(layer.offsets):
                 for role, tensor in layer.tensors.items():
