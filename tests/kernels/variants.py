@@ -177,9 +177,9 @@ def router(backend, rows, hidden, experts, top_k, dtype, weights, *, normalize, 
     return call, [normal(rows, hidden or experts, dtype=dtype), *optional.values()]
 
 
-def experts(count, hidden, intermediate, stored, companions, activation, *, biased=False):
-    """The kind of experts, and ``count`` of them in one array; ``stored`` is (bits, group) of gate and up, and of down.
-    Each blob has a gap, and begins with one."""
+def experts(count, hidden, intermediate, stored, companions, activation, *, biased=False, alpha=1.702):
+    """The kind of experts, and ``count`` of them in one array; ``stored`` is (bits, group) of gate and up, and of down,
+    with ``"mxfp4"`` for bits where it is that. Each blob has a gap, and begins with one."""
     rng, offset, parts = np.random.default_rng((count, hidden, intermediate)), 48, []
 
     def place(array):
@@ -190,15 +190,22 @@ def experts(count, hidden, intermediate, stored, companions, activation, *, bias
         return parts[-1][0]
 
     def matrix(rows, columns, bits, group_size):
-        words, scales, biases = packed(count * rows, columns, bits, group_size, companions)
-        places = {"offset": place(words), "scales": place(scales), "biases": place(biases)}
+        if bits == "mxfp4":
+            words = mx.array(rng.integers(0, 2**32, (count * rows, columns // 8), dtype=np.uint32))
+            exponents = mx.array(rng.integers(118, 124, (count * rows, columns // 32), dtype=np.uint8))
+            places = {"offset": place(words), "scales": place(exponents)}
+            kind = {"dtype": mx.uint8, "bits": 4, "group_size": group_size, "mode": bits}
+        else:
+            words, scales, biases = packed(count * rows, columns, bits, group_size, companions)
+            places = {"offset": place(words), "scales": place(scales), "biases": place(biases)}
+            kind = {"dtype": companions, "bits": bits, "group_size": group_size}
         if biased:
-            values = mx.array(rng.normal(size=(count, rows)).astype(np.float32)).astype(mx.float16)
-            places |= {"bias": place(values), "bias_dtype": mx.float16}
-        return ck.BlobMatrix(rows, columns, dtype=companions, bits=bits, group_size=group_size, **places)
+            values = mx.array(rng.normal(size=(count, rows)).astype(np.float32)).astype(companions)
+            places |= {"bias": place(values), "bias_dtype": companions}
+        return ck.BlobMatrix(rows, columns, **kind, **places)
 
     gate, up = (matrix(intermediate, hidden, *stored[0]) for _ in range(2))
-    blob = ck.ExpertBlob(gate, up, matrix(hidden, intermediate, *stored[1]), activation, 1.702, 7.0)
+    blob = ck.ExpertBlob(gate, up, matrix(hidden, intermediate, *stored[1]), activation, alpha, 7.0)
     blobs = np.full((count, -(-offset // 64) * 64), 255, np.uint8)
     for start, array in parts:
         blobs[:, start : start + array.shape[1]] = array
@@ -225,7 +232,7 @@ def phases(backend, rows, top_k, dtype, kind, *, residual=False):
     yield second, [blobs, slots, normal(rows * top_k, intermediate, dtype=dtype), weights, *added]
 
 
-INT4, INT8 = ((4, 64), (4, 64)), ((8, 128), (8, 32))
+INT4, INT8, MXFP4 = ((4, 64), (4, 64)), ((8, 128), (8, 32)), (("mxfp4", 32), ("mxfp4", 32))
 
 
 def variants(backend: Backend) -> Iterator[Call]:
@@ -283,6 +290,8 @@ def variants(backend: Backend) -> Iterator[Call]:
             yield from phases(backend, rows, 8, mx.bfloat16, kind, residual=activation == "silu")
     for dtype in DTYPES:
         yield from phases(backend, 1, 2, dtype, experts(3, 128, 224, ((8, 64), (4, 32)), mx.float16, "silu"))
+        kind = experts(4, 352, 96, MXFP4, mx.bfloat16, "clamped_swiglu", biased=True, alpha=1.3)
+        yield from phases(backend, 1, 3, dtype, kind, residual=True)
     for dtype in DTYPES:
         yield step(backend, 1, 40, 21, 64, dtype)
         yield step(backend, 1, 300, 290, 128, dtype, normed=True)
@@ -332,7 +341,7 @@ def awkward(backend: Backend) -> Iterator[Call]:
             yield affine(backend, rows, columns, 514, 4, 64, dtype, mx.bfloat16, norm_weight=(columns,), **gated)
         yield look_up(backend, 3, 4, 64, dtype)
         yield router(backend, 5, 200, 130, 6, mx.float32, dtype, normalize=dtype == mx.float16, arounds=True)
-        for stored in (INT4, INT8, ((4, 32), (8, 64))):
+        for stored in (INT4, INT8, MXFP4, ((4, 32), (8, 64))):
             kind = experts(9, 1152, 640, stored, dtype, "gelu_tanh", biased=True)
             yield from phases(backend, 5, 7, dtype, kind, residual=True)
         yield router(backend, 3, None, 513, 11, mx.float32, dtype, normalize=dtype == mx.float16)
