@@ -28,6 +28,7 @@ from turbospark_mlx.custom_kernels.expert_phases import moe_phase1_gate_up_act, 
 from turbospark_mlx.custom_kernels.experts import Mixture, expert_mixture
 from turbospark_mlx.custom_kernels.gated import gated_product
 from turbospark_mlx.custom_kernels.head import greedy_head
+from turbospark_mlx.custom_kernels.latent_attention import LATENT_ATTENTION, HeadRows, latent_attends, latent_attention
 from turbospark_mlx.custom_kernels.norm import add_rms_norm, gated_rms_norm, rms_norm, rms_norm_add
 from turbospark_mlx.custom_kernels.rotary import appends, qkv_append, qkv_epilogue, rotation_table
 from turbospark_mlx.custom_kernels.rotation import rotate, rotations
@@ -50,6 +51,7 @@ OPS = (
     rotation.ROTATE,
     decode_attention.ATTENTION,
     APPEND_ATTENTION,
+    LATENT_ATTENTION,
     router.ROUTER_TOPK_SELECT,
     expert_phases.MOE_PHASE1,
     expert_phases.MOE_PHASE2,
@@ -62,6 +64,7 @@ __all__ = [
     "BlobMatrix",
     "ExpertArena",
     "ExpertBlob",
+    "HeadRows",
     "Mixture",
     "add_rms_norm",
     "affine_embedding",
@@ -78,6 +81,8 @@ __all__ = [
     "gated_product",
     "gated_rms_norm",
     "greedy_head",
+    "latent_attends",
+    "latent_attention",
     "moe_phase1_gate_up_act",
     "moe_phase2_down_reduce",
     "qkv_append",

@@ -10,6 +10,7 @@ from turbospark_mlx import custom_kernels as ck
 from turbospark_mlx.custom_kernels import gemv
 from turbospark_mlx.custom_kernels.append_attention import append_attention_reference
 from turbospark_mlx.custom_kernels.backends import Backend
+from turbospark_mlx.custom_kernels.latent_attention import latent_attention_reference
 
 Call = tuple[Callable[..., mx.array], list[mx.array]]
 
@@ -159,16 +160,52 @@ def step(backend, length, capacity, start, head_dim, dtype, *, window=None, norm
     return call, arrays
 
 
+def latents(backend, heads, sizes, length, capacity, start, stored, dtype, *, transposed=False, interleaved=True):
+    """A decode step over latents, into which the rows are first written; ``sizes`` are n, r, R and v, ``stored`` is
+    (bits, group). Queries and latents are parts of one product."""
+    nope, turned, rank, values = sizes
+    joint = normal(1, length, heads * (nope + turned) + rank + turned, dtype=dtype)
+    shapes = [(rank, nope), (values, rank)] if transposed else [(nope + values, rank)]
+    matrices = [packed(heads * rows, columns, *stored, mx.bfloat16) for rows, columns in shapes]
+    arrays = [
+        joint,
+        normal(rank, dtype=dtype),
+        normal(length, turned // 2, 2),
+        normal(1, 1, 1, capacity, rank + turned, dtype=dtype),
+        mx.array([start], dtype=mx.int32),
+        *(part for matrix in matrices for part in matrix),
+    ]
+    options = {"scale": 0.02, "transposed": transposed, "interleaved": interleaved, "eps": 1e-6, "mask": "causal"}
+
+    def call(joint, norm_weight, rotation, cache, start, *parts):
+        q, latent = mx.split(joint, [heads * (nope + turned)], axis=-1)
+        if transposed:
+            rows = ck.HeadRows(*parts[:3], *stored, 0, rank, rank), ck.HeadRows(*parts[3:], *stored, 0, values, values)
+        else:
+            rows = [ck.HeadRows(*parts, *stored, *at, nope + values) for at in ((0, nope), (nope, values))]
+        given = (q, latent, norm_weight, rotation)
+        if not ck.latent_attends(q, rotation, backend):
+            return latent_attention_reference(*given, cache, start, *rows, **options)
+        cache = cache + 0  # the test's own is not to change
+        return ck.latent_attention(*given, cache, start, *rows, **options, backend=backend), cache
+
+    return call, arrays
+
+
 def rotate(backend, shape, pairs, dtype, **options):
     arrays = [normal(*shape, dtype=dtype), normal(shape[2], pairs, 2)]
     return partial(ck.rotate, **options, backend=backend), arrays
 
 
-def router(backend, rows, hidden, experts, top_k, dtype, weights, *, normalize, arounds=False, **options):
-    """Logits alone where there is no ``hidden``, a matrix of ``weights`` otherwise; with what can stand around them."""
+def router(backend, rows, hidden, experts, top_k, dtype, weights, *, normalize, arounds=False, biased=False, **options):
+    """Logits alone where there is no ``hidden``, a matrix of ``weights`` otherwise; with what can stand around them, or
+    ``biased`` in the choice."""
     optional = {"weight": normal(experts, hidden, dtype=weights)} if hidden else {}
     if arounds:
         optional |= {"bias": normal(experts, dtype=weights), "expert_scale": normal(experts, dtype=weights)}
+
+    if biased:
+        optional["choice_bias"] = normal(experts) - 2
 
     def call(x, *rest):
         named = dict(zip(optional, rest, strict=True)) | options
@@ -284,6 +321,8 @@ def variants(backend: Backend) -> Iterator[Call]:
     for rows in (1, 8):
         yield router(backend, rows, None, 128, 8, mx.float32, mx.bfloat16, normalize=True, arounds=True, scale=2.5)
         yield router(backend, rows, 64, 8, 2, mx.float32, mx.bfloat16, normalize=True)
+        limits = {"sigmoid": True, "groups": 8, "kept_groups": 4}
+        yield router(backend, rows, 64, 64, 6, mx.float32, mx.bfloat16, normalize=rows == 1, biased=True, **limits)
         yield router(backend, rows, 77, 60, 4, mx.float32, mx.float16, normalize=False, arounds=True, logit_scale=0.1)
         for activation, options in (("silu", {}), ("gelu_tanh", {}), ("clamped_swiglu", {"biased": True})):
             kind = experts(12, 384, 192, INT4, mx.bfloat16, activation, **options)
@@ -298,6 +337,8 @@ def variants(backend: Backend) -> Iterator[Call]:
         yield step(backend, 1, 17, 40, 80, dtype, sinks=True)
         yield step(backend, 1, 1100, 1050, 128, dtype)
         yield step(backend, 3, 40, 30, 64, dtype, window=9)
+        yield latents(backend, 4, (128, 64, 512, 128), 1, 70, 60, (4, 64), dtype)
+        yield latents(backend, 3, (32, 8, 64, 24), 3, 20, 7, (8, 32), dtype, transposed=True, interleaved=False)
 
 
 def misaligned(variant: Call) -> Call:
@@ -360,6 +401,8 @@ def awkward(backend: Backend) -> Iterator[Call]:
             yield attend(backend, *sizes, dtype, dtype, sinks=sinks, mask="causal", window=window)
         yield step(backend, 3, 37, 30, 80, dtype, normed=True, sinks=True)
         yield step(backend, 3, 7, 12, 16, dtype)
+        yield latents(backend, 5, (19, 10, 96, 6), 5, 33, 28, (3, 32), dtype)
+        yield latents(backend, 16, (128, 64, 512, 128), 1, 1300, 1290, (4, 64), dtype, interleaved=False)
         yield epilogue(backend, 31, 3, 1, 80, dtype, normed=True)
         for shape in ((577,), (1, 33, 4099), (3, 5, 2, 31)):
             yield from norms(backend, shape, dtype, mx.float16)
