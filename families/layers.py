@@ -70,8 +70,9 @@ class Linear(Module):
         if bias:
             self.bias = mx.zeros((outputs,), DTYPES[bias])
 
-    def __call__(self, x: mx.array) -> mx.array:
-        return dense_matmul(x, self["weight"], bias=self.get("bias"), backend=self._backend)
+    def __call__(self, x: mx.array, *, residual: mx.array | None = None) -> mx.array:
+        """``residual`` is added after."""
+        return dense_matmul(x, self["weight"], bias=self.get("bias"), residual=residual, backend=self._backend)
 
 
 class AffineLinear(Module):
@@ -300,6 +301,8 @@ def project(linear: nn.Module, x: mx.array, *, norm: nn.Module | None = None, re
         x, norm = norm(x), None
     if isinstance(linear, AffineLinear):
         return linear(x, norm=norm, residual=residual)
+    if isinstance(linear, Linear):
+        return linear(x, residual=residual)
     y = linear(x)
     return y if residual is None else residual + y
 

@@ -237,8 +237,9 @@ def test_a_cache_keeps_one_row_of_latent_and_turned_key():
 def test_rows_of_two_widths():
     """A cache for other models' keys and values gives both back, each in its width; a held state never changes."""
     cache = LatentKV()
-    assert not cache.places(1)
-    keys, values = mx.random.normal((2, 3, 5, 4)), mx.random.normal((2, 3, 5, 6))
+    assert cache.place(3, (2, 5, 10), mx.float32).shape == (1, 2, 5, 256, 10)
+    cache.trim(3)
+    keys, values = mx.random.normal((2, 5, 5, 4)), mx.random.normal((2, 5, 5, 6))
     k, v = cache.update_and_fetch(keys, values)
     assert_exact(k, keys)
     assert_exact(v, values)

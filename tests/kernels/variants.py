@@ -48,9 +48,14 @@ def affine(
 
 
 def dense(backend, rows, columns, out, dtype, weights, *, biased):
+    """With a bias and what is added, or with neither."""
     arrays = [normal(rows, columns, dtype=dtype), normal(out, columns, dtype=weights)]
-    arrays += [normal(out, dtype=dtype)] * biased
-    return lambda x, w, b=None: ck.dense_matmul(x, w, bias=b, backend=backend), arrays
+    arrays += [normal(out, dtype=dtype), normal(rows, out, dtype=dtype)] * biased
+
+    def call(x, weight, bias=None, residual=None):
+        return ck.dense_matmul(x, weight, bias=bias, residual=residual, backend=backend)
+
+    return call, arrays
 
 
 def attend(backend, heads, kv_heads, length, keys, head_dim, value_dim, dtype, kv_dtype, *, sinks=False, **options):
