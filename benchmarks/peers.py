@@ -65,11 +65,26 @@ def _raw(data: bytes, dtype: str, shape) -> mx.array:
 
 
 def mlx_lm_twin(model: nn.Module, config: dict[str, Any], stored: AffineFormat, dtype: mx.Dtype | None) -> nn.Module:
-    """mlx-lm's own model of a config.json dictionary over the same arrays as ours; ``dtype`` as in `mlx_lm_model`."""
+    """mlx-lm's own model of a config.json dictionary with the weights of ours, whose matrices are in ``stored`` or, in
+    experts, MXFP4; ``dtype`` as in `mlx_lm_model`."""
     module = import_module(f"mlx_lm.models.{MODULES.get(config['model_type'], config['model_type'])}")
     twin = module.Model(module.ModelArgs.from_dict(config))
-    nn.quantize(twin, bits=stored.bits, group_size=stored.group_size)
-    twin.load_weights(tree_flatten(model.parameters()))
+    prefix = "language_model." if "language_model" in twin else ""
+    weights = dict(tree_flatten(model.parameters()))
+    if model.experts is not None:
+        weights |= model.experts.parameters()
+    weights = {prefix + name: array for name, array in weights.items()}
+
+    def form(path: str, _: nn.Module) -> dict[str, Any] | bool:
+        scales = weights.get(f"{path}.scales")
+        if scales is None:
+            return False
+        if scales.dtype == mx.uint8:
+            return {"bits": 4, "group_size": 32, "mode": "mxfp4"}
+        return {"bits": stored.bits, "group_size": stored.group_size}
+
+    nn.quantize(twin, class_predicate=form)
+    twin.load_weights(list(weights.items()))
     if dtype is not None:
         twin.set_dtype(dtype)
     mx.eval(twin.parameters())

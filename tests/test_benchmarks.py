@@ -35,12 +35,49 @@ def benchmarks(monkeypatch):
             del sys.modules[name]
 
 
-@pytest.mark.parametrize("shape", ["llama-8b", "llama-1b"])
+YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
+KINDS = ["sliding_attention", "full_attention"]
+SMALLER = {
+    "llama-8b": {},
+    "llama-1b": {},
+    "deepseek-v2-lite": {
+        "moe_intermediate_size": 128,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 64,
+    },
+    # mlx-lm does not know that gpt-oss rounds no borders of YaRN.
+    "gpt-oss-20b": {"num_local_experts": 8, "layer_types": KINDS, "rope_scaling": YARN},
+    "qwen3-30b-a3b": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 128},
+    "gemma4-26b-a4b": {
+        "layer_types": KINDS,
+        "num_global_key_value_heads": 1,
+        "global_head_dim": 128,
+        "num_experts": 8,
+        "top_k_experts": 3,
+        "moe_intermediate_size": 128,
+    },
+}
+
+
+def tiny(shapes, shape):
+    """The shape with other sizes."""
+    config, changed = shapes.SHAPES[shape], TINY | SMALLER[shape]
+    if "text_config" in config:
+        return {**config, "vocab_size": TINY["vocab_size"], "text_config": config["text_config"] | changed}
+    return config | changed
+
+
+@pytest.mark.parametrize("shape", SMALLER)
 def test_a_made_up_model_and_its_twin_are_the_same(benchmarks, shape):
     import peers
     import shapes
 
-    config = {**shapes.SHAPES[shape], **TINY}
+    config = tiny(shapes, shape)
     model = shapes.make_model(config, backends.select("reference"))
     twin = peers.mlx_lm_twin(model, config, shapes.STORED, mx.float32)
     ids = [5, 600, 17, 33]
@@ -62,6 +99,23 @@ def test_what_a_token_reads(benchmarks):
     assert shapes.bytes_a_token(model, 10) == everything - table + cache
     tied = shapes.make_model({**config, "tie_word_embeddings": True}, backends.select("reference"))
     assert shapes.bytes_a_token(tied, 10) == everything - table + cache
+    one, other = (
+        shapes.make_model(tiny(shapes, "qwen3-30b-a3b") | {"num_experts_per_tok": top_k}, backends.select("reference"))
+        for top_k in (2, 3)
+    )
+    # Two layers, three matrices of 256 x 128 in four bits, and half a bit for companions.
+    expert = 2 * 3 * 256 * 128 * 9 // 16
+    assert shapes.bytes_a_token(other, 10) - shapes.bytes_a_token(one, 10) == expert
+
+
+def test_fewer_layers(benchmarks):
+    import shapes
+
+    for shape in ("gpt-oss-20b", "gemma4-26b-a4b", "llama-8b"):
+        config = tiny(shapes, shape)
+        model = shapes.make_model(shapes.first_layers(config, 1), backends.select("reference"))
+        assert len(model.layers) == 1
+        assert model.args.hidden_size == TINY["hidden_size"]
 
 
 def test_the_shape_of_llama_8b(benchmarks):
