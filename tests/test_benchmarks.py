@@ -111,7 +111,7 @@ def test_what_a_token_reads(benchmarks):
 def test_fewer_layers(benchmarks):
     import shapes
 
-    for shape in ("gpt-oss-20b", "deepseek-v2-lite"):
+    for shape in ("gpt-oss-20b", "qwen3-30b-a3b"):
         config = tiny(shapes, shape)
         model = shapes.make_model(shapes.first_layers(config, 1), backends.select("reference"))
         assert len(model.layers) == 1
