@@ -24,10 +24,11 @@ import mlx.core as mx
 import numpy as np
 from measure import memory_bandwidth
 from peers import llama_cpp_model, llama_cpp_speeds, mlx_lm_model, mlx_lm_speeds, mlx_lm_twin
-from shapes import SHAPES, STORED, bytes_a_token, first_layers, make_model
+from shapes import SHAPES, arrays, bytes_a_token, first_layers, make_model
 
 from turbospark_mlx import Runner
 from turbospark_mlx.custom_kernels import backends
+from turbospark_mlx.gturbo import Install
 from turbospark_mlx.store import resolve
 
 PASSAGE = Path(__file__).parents[1] / "tests" / "golden" / "alice.txt"
@@ -76,6 +77,12 @@ def host_seconds(runner: Runner, prompt: list[int], new_tokens: int) -> float:
         mx.eval = evaluate
 
 
+def bytes_of_experts(path: Path) -> int:
+    """What a token reads of an install's routed experts, which are no parameters of the model."""
+    with Install.open(path, verify="off") as install:
+        return install.arch["topKExperts"] * sum(layer.size for layer in install.experts.layers)
+
+
 def subjects_of_an_install(
     args: argparse.Namespace,
 ) -> tuple[str, Runner, list[int], dict[str, Callable[[], tuple[float, float]]]]:
@@ -102,7 +109,7 @@ def subjects_of_a_shape(
     runner = Runner(model, max_context=args.prompt_tokens + args.new_tokens + 8)
     prompt = np.random.default_rng(1).integers(0, config["vocab_size"], args.prompt_tokens).tolist()
     # On a CPU mlx-lm is faster in float32 than in the dtype of the weights.
-    twin = mlx_lm_twin(model, config, STORED, mx.float32 if backend.device == "cpu" else None)
+    twin = mlx_lm_twin(arrays(model), config, mx.float32 if backend.device == "cpu" else None)
     subjects = {
         OURS: lambda: our_speeds(runner, prompt, args.new_tokens),
         "mlx-lm": lambda: mlx_lm_speeds(twin, prompt, args.new_tokens),
@@ -151,6 +158,8 @@ def main() -> None:
 
     how, bandwidth = memory_bandwidth(1 << 30 if on_gpu else 1 << 28, on_gpu)
     read = bytes_a_token(runner.model, len(prompt) + args.new_tokens // 2)
+    if not args.shape:
+        read += bytes_of_experts(resolve(args.model))
     print(f"\na token reads {read / 1e9:.3f} GB; {how} {bandwidth / 1e9:.1f} GB/s")
     for label, (_, decode) in medians.items():
         print(f"{label:16} {read * decode / bandwidth:14.1%} of it")

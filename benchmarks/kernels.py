@@ -118,7 +118,7 @@ def sweep(
     mx.eval(x)
     calls = {}
     for sizes in SIZES:
-        arguments = (backend.name, x.shape, 1, out, 4, 64, gemv.Form(), dtype, dtype, None, None)
+        arguments = (backend.name, x.shape, 1, out, 4, 64, gemv.Form(), dtype, gemv.Dtypes.alike(dtype), None, None)
         call = gemv.plan(*arguments, gemv.Sizes(*sizes))
         calls["rows {}, simdgroups {}, passes {}, ahead {}".format(*sizes)] = call
     seconds = interleaved(

@@ -53,7 +53,31 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 8192,
         "tie_word_embeddings": True,
     },
-    **{name: shaped.SHAPES[name] for name in ("deepseek-v2-lite", "gemma4-26b-a4b", "gpt-oss-20b", "qwen3-30b-a3b")},
+    "muse-30b": {
+        "model_type": "muse_glimmer",
+        "num_hidden_layers": 52,
+        "hidden_size": 6656,
+        "intermediate_size": 19968,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "vocab_size": 202048,
+        "rms_norm_eps": 1e-5,
+        "post_norm_eps": 1e-8,
+        "qk_scale_factor": 3.87,
+        "output_multiplier": 26**-0.5,
+        "final_logit_softcapping": 20.0,
+        "sliding_window": 2048,
+        "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 13,
+        "layer_rope_theta": [*[500000.0] * 3, 0] * 13,
+        "rope_theta": 500000.0,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": False,
+    },
+    **{
+        name: shaped.SHAPES[name]
+        for name in ("deepseek-v2-lite", "gemma4-26b-a4b", "gpt-oss-20b", "qwen3-30b-a3b", "spark-4b")
+    },
 }
 STORED = AffineFormat(bits=4, group_size=64, companion_dtype="bfloat16")
 CHUNK = 64 << 20
@@ -194,6 +218,12 @@ def make_model(config: dict[str, Any], backend: Backend) -> nn.Module:
     return model
 
 
+def arrays(model: nn.Module) -> dict[str, mx.array]:
+    """The weights of a made-up model by name, its experts stacked."""
+    experts = model.experts.parameters() if model.experts else {}
+    return dict(tree_flatten(model.parameters())) | experts
+
+
 def bytes_a_token(model: nn.Module, context: int) -> int:
     """What a decoded token reads at least: every weight but the rows of an embedding that is no head and the experts
     that were not chosen, and the cache."""
@@ -203,6 +233,6 @@ def bytes_a_token(model: nn.Module, context: int) -> int:
         for name, array in tree_flatten(model.parameters())
         if config.tie_word_embeddings or "embed_tokens" not in name
     )
-    if model.experts is not None:
+    if isinstance(model.experts, RandomExperts):
         weights += model.experts.bytes_a_token
     return weights + config.kv_bytes(context, model.dtype.size)

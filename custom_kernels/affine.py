@@ -117,7 +117,9 @@ def affine_matmul_reference(
     norm_weight=None,
     eps=None,
     residual=None,
+    scale: float = 1.0,
     softcap=None,
+    dtype=None,
 ) -> mx.array:
     """Definition of `affine_matmul`."""
     y = x.astype(mx.float32)
@@ -134,11 +136,12 @@ def affine_matmul_reference(
     )
     if bias is not None:
         y = y + bias.astype(mx.float32)
+    y = scale * y
     if softcap is not None:
         y = softcap * mx.tanh(y / softcap)
     if residual is not None:
         y = y + residual.astype(mx.float32)
-    return y.astype(x.dtype)
+    return y.astype(residual.dtype if residual is not None else dtype or x.dtype)
 
 
 def affine_matmul(
@@ -153,37 +156,44 @@ def affine_matmul(
     norm_weight: mx.array | None = None,
     eps: float | None = None,
     residual: mx.array | None = None,
+    scale: float = 1.0,
     softcap: float | None = None,
+    dtype: mx.Dtype | None = None,
     backend: Backend,
 ) -> mx.array:
-    """``softcap(norm(x) @ W.T + bias) + residual`` for an affine-quantized ``W [N, K]``; what is None is left out.
+    """``softcap(scale * (norm(x) @ W.T + bias)) + residual`` for an affine-quantized ``W [N, K]``; what is None is left
+    out.
 
-    ``x [..., K]`` -> ``[..., N]`` in the dtype of ``x``; ``bias [N]``, ``residual [..., N]``. ``norm_weight [K]`` with
-    ``eps`` stands for `norm.rms_norm` of ``x``; ``softcap`` c for c tanh(y / c), as on Gemma's logits. Up to 8 rows run
-    in our kernel. Without it and for more rows, GPUs use MLX's product, and a CPU MLX's for one or two rows in float32
-    and numpy's BLAS on dequantized tiles for more. Raises OptionError for parts that do not fit.
+    ``x [..., K]`` -> ``[..., N]`` in the dtype of ``residual``, else in ``dtype``, which is also what is multiplied and
+    by default that of ``x``; ``bias [N]``, ``residual [..., N]``. ``norm_weight [K]`` with ``eps`` stands for
+    `norm.rms_norm` of ``x``; ``softcap`` c for c tanh(y / c), as on Gemma's logits. Up to 8 rows run in our kernel.
+    Without it and for more rows, GPUs use MLX's product, and a CPU MLX's for one or two rows in float32 and numpy's
+    BLAS on dequantized tiles for more. Raises OptionError for parts that do not fit.
     """
     matrix = {"bits": bits, "group_size": group_size}
     around = {"bias": bias, "residual": residual, "norm_weight": norm_weight, "eps": eps}
     check_parts("affine_matmul", x, weight, scales, biases, **matrix, **around)
+    dtype = dtype or x.dtype
+    result = dtype if residual is None else residual.dtype
     if x.size == 0:
-        return mx.zeros((*x.shape[:-1], weight.shape[0]), dtype=x.dtype)
+        return mx.zeros((*x.shape[:-1], weight.shape[0]), dtype=result)
     if softcap is not None and not softcap > 0:
         raise OptionError(f"affine_matmul: softcap is {softcap}; it is a positive number, or None for none")
-    if gemv.serves(AFFINE_MATMUL, x, weight, backend):
+    if gemv.serves(AFFINE_MATMUL, x, weight, backend, dtype, result):
         backend.count(AFFINE_MATMUL.name, "kernel")
-        form = gemv.Form(eps=eps or 0.0, softcap=softcap, residual=residual is not None)
-        options = {"norm_weight": norm_weight, "bias": bias, "residual": residual}
+        form = gemv.Form(eps=eps or 0.0, scale=scale, softcap=softcap, residual=residual is not None)
+        options = {"norm_weight": norm_weight, "bias": bias, "residual": residual, "dtype": dtype}
         return gemv.gemv(x, weight, scales, biases, **matrix, form=form, **options, backend=backend)
     if norm_weight is not None:
-        x = rms_norm(x, norm_weight, eps=eps, backend=backend)
+        x = rms_norm(x, norm_weight, eps=eps, dtype=dtype, backend=backend)
+    x = x.astype(dtype)
     if backend.device == "cpu" and x.size // x.shape[-1] >= BLAS_ROWS:
         backend.count(AFFINE_MATMUL.name, "blas")
         y = blas.affine_matmul(x, weight, scales, biases, **matrix, bias=bias, compiled=backend.name == "host")
     else:
         backend.count(AFFINE_MATMUL.name, "mlx")
         if backend.device == "cpu":
-            options = {"bias": bias, "residual": residual, "softcap": softcap}
+            options = {"bias": bias, "residual": residual, "scale": scale, "softcap": softcap}
             return affine_matmul_reference(x, weight, scales, biases, **matrix, **options)
         # MLX's GPU products accumulate in float32, so the activations stay in their own dtype there.
         if x.shape[-1] < GPU_PRODUCT_COLUMNS:
@@ -192,14 +202,14 @@ def affine_matmul(
         else:
             y = mx.quantized_matmul(x, weight, scales, biases, transpose=True, **matrix)
         y = y if bias is None else y + bias
+    y = y if scale == 1.0 else scale * y
     if softcap is not None:
         y = softcap * mx.tanh(y / softcap)
-    return (y if residual is None else y + residual).astype(x.dtype)
+    return (y if residual is None else y + residual).astype(result)
 
 
-def gate(both: mx.array, activation: gemv.Activation, limit: float | None) -> mx.array:
-    """What `gated_affine_matmul` does with ``[..., 2 F]``, gate values first."""
-    gate, up = mx.split(both, 2, axis=-1)
+def gated(gate: mx.array, up: mx.array, activation: gemv.Activation, limit: float | None) -> mx.array:
+    """What `gated_affine_matmul` does with the two halves of its product."""
     if activation == "clamped_swiglu":
         gate, up = mx.minimum(gate, limit), mx.clip(up, -limit, limit)
         return gate * mx.sigmoid(1.702 * gate) * (up + 1)
@@ -207,7 +217,7 @@ def gate(both: mx.array, activation: gemv.Activation, limit: float | None) -> mx
         return 0.5 * gate * (1 + mx.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) * up
     if activation == "gelu_erf":
         return 0.5 * gate * (1 + mx.erf(gate / math.sqrt(2))) * up
-    return gate * mx.sigmoid(gate) * up
+    return (1 if activation == "sigmoid" else gate) * mx.sigmoid(gate) * up
 
 
 def gated_affine_matmul_reference(
@@ -223,11 +233,12 @@ def gated_affine_matmul_reference(
     bias=None,
     norm_weight=None,
     eps=None,
+    dtype=None,
 ) -> mx.array:
     """Definition of `gated_affine_matmul`."""
     options = {"bits": bits, "group_size": group_size, "bias": bias, "norm_weight": norm_weight, "eps": eps}
     both = affine_matmul_reference(x.astype(mx.float32), weight, scales, biases, **options)
-    return gate(both, activation, limit).astype(x.dtype)
+    return gated(*mx.split(both, 2, axis=-1), activation, limit).astype(dtype or x.dtype)
 
 
 def gated_affine_matmul(
@@ -243,28 +254,30 @@ def gated_affine_matmul(
     bias: mx.array | None = None,
     norm_weight: mx.array | None = None,
     eps: float | None = None,
+    dtype: mx.Dtype | None = None,
     backend: Backend,
 ) -> mx.array:
     """``act(norm(x) @ G.T) * (norm(x) @ U.T)``, where ``W [2 F, K]`` holds the rows of ``G`` and then those of ``U``.
 
-    ``x [..., K]`` -> ``[..., F]`` in the dtype of ``x``; ``bias [2 F]`` is added before the activation; see
-    `affine_matmul` for the rest. ``activation`` is ``"silu"`` (SwiGLU, Shazeer, 2020), ``"gelu_tanh"`` or
-    ``"gelu_erf"`` (GEGLU), or ``"clamped_swiglu"`` (gpt-oss): g sigmoid(1.702 g) (u + 1) with g at most ``limit`` and u
-    within plus and minus ``limit``.
+    ``x [..., K]`` -> ``[..., F]`` in ``dtype``, by default that of ``x``; ``bias [2 F]`` is added before the
+    activation; see `affine_matmul` for the rest. ``activation`` is ``"silu"`` (SwiGLU, Shazeer, 2020), ``"gelu_tanh"``
+    or ``"gelu_erf"`` (GEGLU), ``"sigmoid"`` (GLU, Dauphin et al., 2017), or ``"clamped_swiglu"`` (gpt-oss): g
+    sigmoid(1.702 g) (u + 1) with g at most ``limit`` and u within plus and minus ``limit``.
     """
     options = {"bits": bits, "group_size": group_size, "bias": bias, "norm_weight": norm_weight}
     check_parts("gated_affine_matmul", x, weight, scales, biases, **options, eps=eps)
     if weight.shape[0] % 2:
         raise OptionError(f"gated_affine_matmul: {weight.shape[0]} rows cannot be as many gate rows as up rows")
     gemv.check_activation(GATED_AFFINE_MATMUL.name, activation, limit)
+    dtype = dtype or x.dtype
     if x.size == 0:
-        return mx.zeros((*x.shape[:-1], weight.shape[0] // 2), dtype=x.dtype)
-    if gemv.serves(GATED_AFFINE_MATMUL, x, weight, backend):
+        return mx.zeros((*x.shape[:-1], weight.shape[0] // 2), dtype=dtype)
+    if gemv.serves(GATED_AFFINE_MATMUL, x, weight, backend, dtype):
         backend.count(GATED_AFFINE_MATMUL.name, "kernel")
         form = gemv.Form(eps=eps or 0.0, activation=activation, limit=limit or 0.0)
-        return gemv.gemv(x, weight, scales, biases, **options, form=form, backend=backend)
-    both = affine_matmul(x, weight, scales, biases, **options, eps=eps, backend=backend)
-    return gate(both, activation, limit).astype(x.dtype)
+        return gemv.gemv(x, weight, scales, biases, **options, form=form, dtype=dtype, backend=backend)
+    both = affine_matmul(x, weight, scales, biases, **options, eps=eps, dtype=dtype, backend=backend)
+    return gated(*mx.split(both, 2, axis=-1), activation, limit).astype(dtype)
 
 
 def affine_embedding_reference(

@@ -56,12 +56,14 @@ def plan(
     heads: int,
     kv_heads: int,
     head_dim: int,
+    pairs: int,
     scale: float,
     eps: float,
     dtype: mx.Dtype,
     q_norm_dtype: mx.Dtype | None,
     k_norm_dtype: mx.Dtype | None,
     sink_dtype: mx.Dtype | None,
+    head_norm: bool,
 ) -> Launch:
     """The launch for one token of ``batch`` sequences."""
     simdgroups = 1 if backend == "host" else 16 if head_dim <= 256 else 8
@@ -72,9 +74,10 @@ def plan(
             ("H", heads),
             ("KV", kv_heads),
             ("D", head_dim),
+            ("PAIRS", pairs),
             ("SIMDGROUPS", simdgroups),
             ("KEYS", KEYS),
-            ("NORM", q_norm_dtype is not None),
+            ("NORM", 1 if head_norm else 0 if q_norm_dtype is None else 2),
             ("SINKS", sink_dtype is not None),
             ("EPSILON_BITS", float_bits(eps)),
             ("SCALE_BITS", float_bits(scale)),
@@ -102,6 +105,7 @@ def append_attention(
     q_norm: mx.array | None = None,
     k_norm: mx.array | None = None,
     eps: float | None = None,
+    head_norm: bool = False,
     backend: Backend,
 ) -> mx.array:
     """Attention of ``qkv [B, L, (H + 2 KV) * D]`` over ``cache [2, B, KV, capacity, D]``, where it writes its rows.
@@ -109,7 +113,8 @@ def append_attention(
     Returns ``[B, L, H * D]``. `rotary.qkv_append` says what happens to the rows and to ``cache``, `rotary.appends` for
     what this is, and `sdpa.cache_attention` what the attention is. Raises OptionError as they do.
     """
-    sizes = {"heads": heads, "kv_heads": kv_heads, "q_norm": q_norm, "k_norm": k_norm, "eps": eps}
+    norms = {"q_norm": q_norm, "k_norm": k_norm, "eps": eps, "head_norm": head_norm}
+    sizes = {"heads": heads, "kv_heads": kv_heads} | norms
     attention = {"scale": scale, "mask": mask, "window": window, "sinks": sinks}
     if not fuses(qkv, cache, window, backend):
         q = rotary.qkv_append(qkv, rotation, cache, start, **sizes, backend=backend)
@@ -117,5 +122,6 @@ def append_attention(
     head_dim = rotary.check_append("append_attention", qkv, rotation, cache, **sizes)
     backend.count(APPEND_ATTENTION.name, "kernel")
     dtypes = (None if array is None else array.dtype for array in (q_norm, k_norm, sinks))
-    call = plan(backend.name, qkv.shape[0], heads, kv_heads, head_dim, scale, eps or 0.0, qkv.dtype, *dtypes)
+    widths = (heads, kv_heads, head_dim, rotation.shape[1])
+    call = plan(backend.name, qkv.shape[0], *widths, scale, eps or 0.0, qkv.dtype, *dtypes, head_norm)
     return backend.launch(call, (qkv, rotation, q_norm, k_norm, cache, start, sinks))[0]

@@ -67,11 +67,11 @@ def _product(matrix: BlobMatrix, views: list[np.ndarray], x: np.ndarray, backend
 def _gemv(matrix: BlobMatrix, views: list[np.ndarray], x: np.ndarray) -> np.ndarray:
     sizes = gemv.TOGETHER["host"] if len(x) > 1 else (1,)
     most = max(size for size in sizes if size == 1 or gemv.fits("host", size, matrix.columns, mx.float32))
-    options = (matrix.rows, matrix.bits, matrix.group_size, gemv.Form(), matrix.dtype, mx.float32, None, None)
+    options = (matrix.rows, matrix.bits, matrix.group_size, gemv.Form(), matrix.dtype)
     parts = []
     for start in range(0, len(x), most):
         part = x[start : start + most]
-        call = gemv.plan("host", part.shape, most, *options)
+        call = gemv.plan("host", part.shape, most, *options, gemv.Dtypes.alike(mx.float32), None, None)
         parts.append(host.run(call, (*views[:3], part, None, None, None))[0])
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 

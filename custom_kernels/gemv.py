@@ -22,8 +22,8 @@ KERNEL = Kernel(
     headers=("eight", "affine", "affine_block", "activation"),
 )
 COMBINE = Kernel("greedy_head_combine", inputs=("largest", "largest_row"), outputs=("ids",))
-Activation = Literal["silu", "gelu_tanh", "gelu_erf", "clamped_swiglu"]
-ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "gelu_erf", "clamped_swiglu")
+Activation = Literal["silu", "gelu_tanh", "gelu_erf", "clamped_swiglu", "sigmoid"]
+ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "gelu_erf", "clamped_swiglu", "sigmoid")
 """In the order of ``metal/activation.h``."""
 ROWS = 8
 """Rows of x up to which the kernel is used: more belong to a matrix product."""
@@ -35,9 +35,10 @@ PRODUCTS_PER_GROUP = 1 << 16
 """Products that are worth a hand-over to another core: some microseconds."""
 
 
-def serves(op: Op, x: mx.array, weight: mx.array, backend: Backend) -> bool:
-    """Whether the kernel takes this product. Metal gives arrays under eight elements another address space."""
-    return weight.size >= 8 and op.serves(backend, x.dtype, rows=x.size // x.shape[-1])
+def serves(op: Op, x: mx.array, weight: mx.array, backend: Backend, *dtypes: mx.Dtype) -> bool:
+    """Whether the kernel takes this product, with results or a residual in ``dtypes``. Metal gives arrays under eight
+    elements another address space."""
+    return weight.size >= 8 and op.serves(backend, x.dtype, *dtypes, rows=x.size // x.shape[-1])
 
 
 def check_activation(op: str, activation: str, limit: float | None) -> None:
@@ -54,9 +55,22 @@ class Form(NamedTuple):
     eps: float = 0.0
     activation: Activation | None = None
     limit: float = 0.0
+    scale: float = 1.0
     softcap: float | None = None
     residual: bool = False
     argmax: bool = False
+
+
+class Dtypes(NamedTuple):
+    """What the activations lie in memory as, are multiplied as, and what the result is in."""
+
+    x: mx.Dtype
+    staged: mx.Dtype
+    y: mx.Dtype
+
+    @classmethod
+    def alike(cls, dtype: mx.Dtype) -> Dtypes:
+        return cls(dtype, dtype, dtype)
 
 
 class Sizes(NamedTuple):
@@ -107,14 +121,14 @@ def plan(
     group_size: int,
     form: Form,
     companion: mx.Dtype,
-    dtype: mx.Dtype,
+    dtypes: Dtypes,
     norm_dtype: mx.Dtype | None,
     bias_dtype: mx.Dtype | None,
     sizes: Sizes | None = None,
 ) -> Launch:
     """The launch for ``x`` of ``shape``, whose rows, at most ``most``, are read together."""
     columns, gated = shape[-1], form.activation is not None
-    blocks, tile = columns // 32, staged_blocks(backend, most, columns, dtype)
+    blocks, tile = columns // 32, staged_blocks(backend, most, columns, dtypes.staged)
     if backend == "host":
         # A few threadgroups a core, so that one that is busy elsewhere does not hold the others up.
         groups = max(1, min(out, 4 * thread_count(), most * out * columns // PRODUCTS_PER_GROUP))
@@ -129,7 +143,9 @@ def plan(
     return Launch(
         KERNEL,
         template=(
-            ("T", dtype),
+            ("X", dtypes.x),
+            ("T", dtypes.staged),
+            ("O", dtypes.y),
             ("S", companion),
             ("G", norm_dtype or mx.float32),
             ("K", columns),
@@ -148,6 +164,7 @@ def plan(
             ("GATED", gated),
             ("ACTIVATION", ACTIVATIONS.index(form.activation) if gated else 0),
             ("LIMIT_BITS", float_bits(form.limit)),
+            ("FACTOR_BITS", float_bits(form.scale)),
             ("SOFTCAP", form.softcap is not None),
             ("CAP_BITS", float_bits(form.softcap or 0.0)),
             ("RESIDUAL", form.residual),
@@ -155,9 +172,12 @@ def plan(
         ),
         groups=(groups, 1),
         simdgroups=sizes.simdgroups,
-        input_dtypes=(mx.uint32, companion, companion, dtype, norm_dtype, bias_dtype, dtype if form.residual else None),
+        input_dtypes=(
+            *(mx.uint32, companion, companion, dtypes.x, norm_dtype, bias_dtype),
+            dtypes.y if form.residual else None,
+        ),
         output_shapes=(None, *[(prod(shape[:-1]), groups)] * 2) if form.argmax else ((*shape[:-1], out), None, None),
-        output_dtypes=(dtype, mx.float32, mx.uint32),
+        output_dtypes=(dtypes.y, mx.float32, mx.uint32),
     )
 
 
@@ -211,13 +231,14 @@ def gemv(
     norm_weight: mx.array | None,
     bias: mx.array | None,
     residual: mx.array | None = None,
+    dtype: mx.Dtype | None = None,
     backend: Backend,
 ) -> mx.array:
     """The product that the ops of `affine` and `head` define, for what `serves` accepts."""
     columns, out = x.shape[-1], weight.shape[0] // (1 if form.activation is None else 2)
-    if residual is not None and residual.dtype != x.dtype:
-        residual = residual.astype(x.dtype)
-    matrix = (out, bits, group_size, form, scales.dtype, x.dtype)
+    staged = dtype or x.dtype
+    kinds = Dtypes(x.dtype, staged, staged if residual is None else residual.dtype)
+    matrix = (out, bits, group_size, form, scales.dtype, kinds)
     dtypes = (None if norm_weight is None else norm_weight.dtype, None if bias is None else bias.dtype)
 
     def launch(part: mx.array, most: int, added: mx.array | None) -> mx.array:
@@ -227,5 +248,5 @@ def gemv(
             made = backend.launch(combine_plan(backend.name, part.shape[:-1], call.groups[0]), tuple(made))
         return made[0]
 
-    together = [n for n in TOGETHER[backend.name] if n == 1 or fits(backend.name, n, columns, x.dtype)]
+    together = [n for n in TOGETHER[backend.name] if n == 1 or fits(backend.name, n, columns, staged)]
     return in_parts(launch, x, residual, together, x.shape[:-1] if form.argmax else (*x.shape[:-1], out))

@@ -28,13 +28,13 @@ Activation = Literal["silu", "sigmoid"]
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "sigmoid")
 
 
-def rms_norm_reference(x, weight, *, eps: float, centered: bool = False) -> mx.array:
+def rms_norm_reference(x, weight, *, eps: float, centered: bool = False, dtype=None) -> mx.array:
     """Definition of `rms_norm`."""
     x32 = x.astype(mx.float32)
     normalized = x32 * mx.rsqrt(mx.mean(x32 * x32, axis=-1, keepdims=True) + eps)
     if weight is not None:
         normalized = normalized * (weight.astype(mx.float32) + (1.0 if centered else 0.0))
-    return normalized.astype(x.dtype)
+    return normalized.astype(dtype or x.dtype)
 
 
 def gated_rms_norm_reference(x, gate, weight, *, eps: float, activation: Activation) -> mx.array:
@@ -96,9 +96,11 @@ def plan(
     )
 
 
-def _run(x, weight, *, eps: float, centered=False, gate=None, activation=0, residual=None, scale=None, backend):
+def _run(
+    x, weight, *, eps: float, centered=False, gate=None, activation=0, residual=None, scale=None, dtype=None, backend
+):
     """``rms_norm`` with all that it can do."""
-    dtype = x.dtype if residual is None else residual.dtype
+    dtype = dtype or (x.dtype if residual is None else residual.dtype)
     number = isinstance(scale, float)
     given = (x, weight, gate, residual, None if number else scale)
     parameters = (
@@ -124,23 +126,33 @@ def _check(op: str, x: mx.array, weight: mx.array | None, **alike: mx.array) -> 
             raise OptionError(f"{op}: {name} is {list(array.shape)}, but x is {list(x.shape)}; they must agree")
 
 
-def rms_norm(x: mx.array, weight: mx.array | None, *, eps: float, centered: bool = False, backend: Backend) -> mx.array:
+def rms_norm(
+    x: mx.array,
+    weight: mx.array | None,
+    *,
+    eps: float,
+    centered: bool = False,
+    dtype: mx.Dtype | None = None,
+    backend: Backend,
+) -> mx.array:
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last axis.
 
-    ``x [..., D]`` -> its shape and dtype. ``weight`` has the shape of the last axes of ``x``: ``[D]``, ``[G, D]`` for
-    groups that have their own, or is None. ``centered`` weights are stored less 1, which is added in float32. Runs in
-    our kernel, otherwise in `mx.fast.rms_norm`. Raises OptionError for a weight that does not fit.
+    ``x [..., D]`` -> its shape, in ``dtype``, by default its own. ``weight`` has the shape of the last axes of ``x``:
+    ``[D]``, ``[G, D]`` for groups that have their own, or is None. ``centered`` weights are stored less 1, which is
+    added in float32. Runs in our kernel, otherwise in `mx.fast.rms_norm`. Raises OptionError for a weight that does not
+    fit.
     """
     _check("rms_norm", x, weight)
+    dtype = dtype or x.dtype
     if x.size == 0:
-        return x
-    if RMS_NORM.serves(backend, x.dtype):
+        return x.astype(dtype)
+    if RMS_NORM.serves(backend, x.dtype, dtype):
         backend.count(RMS_NORM.name, "kernel")
-        return _run(x, weight, eps=eps, centered=centered, backend=backend)
+        return _run(x, weight, eps=eps, centered=centered, dtype=dtype, backend=backend)
     backend.count(RMS_NORM.name, "mlx")
     if centered or (weight is not None and weight.ndim > 1):
-        return rms_norm_reference(x, weight, eps=eps, centered=centered)
-    return mx.fast.rms_norm(x, weight, eps).astype(x.dtype)
+        return rms_norm_reference(x, weight, eps=eps, centered=centered, dtype=dtype)
+    return mx.fast.rms_norm(x, weight, eps).astype(dtype)
 
 
 def gated_rms_norm(

@@ -28,9 +28,9 @@ VALUES_PER_GROUP = 1 << 14
 
 
 def rotation_table(frequencies: np.ndarray, offset: int, length: int) -> np.ndarray:
-    """Cosines and sines ``[length, D / 2, 2]``, float32, at positions ``offset`` and on.
+    """Cosines and sines ``[length, P, 2]``, float32, at positions ``offset`` and on.
 
-    ``frequencies [D / 2]`` are radians a position.
+    ``frequencies [P]`` are radians a position.
     """
     return rotations(frequencies, np.arange(offset, offset + length))
 
@@ -49,6 +49,7 @@ def qkv_epilogue_reference(
     q_norm=None,
     k_norm=None,
     eps=None,
+    head_norm: bool = False,
     value_norm: bool = False,
     shared_values: bool = False,
 ):
@@ -58,17 +59,17 @@ def qkv_epilogue_reference(
     split = qkv.astype(mx.float32).reshape(batch, length, -1, head_dim).transpose(0, 2, 1, 3)
     q, k = split[:, :heads], split[:, heads : heads + kv_heads]
     v = k if shared_values else split[:, heads + kv_heads :]
-    if q_norm is not None:
+    if q_norm is not None or head_norm:
         q = rms_norm_reference(q, q_norm, eps=eps)
-    if k_norm is not None:
+    if k_norm is not None or head_norm:
         k = rms_norm_reference(k, k_norm, eps=eps)
     if value_norm:
         v = rms_norm_reference(v, None, eps=eps)
-    cosine, sine = rotation[..., 0], rotation[..., 1]
+    cosine, sine, pairs = rotation[..., 0], rotation[..., 1], rotation.shape[1]
 
     def rotate(x):
-        first, second = mx.split(x, 2, axis=-1)
-        return mx.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
+        first, second, kept = mx.split(x, [pairs, 2 * pairs], axis=-1)
+        return mx.concatenate([first * cosine - second * sine, second * cosine + first * sine, kept], axis=-1)
 
     return rotate(q).astype(qkv.dtype), mx.stack([rotate(k), v]).astype(qkv.dtype) if kv_heads else None
 
@@ -79,10 +80,12 @@ def plan(
     shape: tuple[int, ...],
     heads: int,
     kv_heads: int,
+    pairs: int,
     eps: float,
     dtype: mx.Dtype,
     q_norm_dtype: mx.Dtype | None,
     k_norm_dtype: mx.Dtype | None,
+    head_norm: bool,
     value_norm: bool,
     shared_values: bool,
     append: bool,
@@ -99,7 +102,8 @@ def plan(
             ("H", heads),
             ("KV", kv_heads),
             ("D", head_dim),
-            ("NORM", q_norm_dtype is not None),
+            ("PAIRS", pairs),
+            ("NORM", 1 if head_norm else 0 if q_norm_dtype is None else 2),
             ("EPSILON_BITS", float_bits(eps)),
             ("VALUE_NORM", value_norm),
             ("SHARED_VALUES", shared_values),
@@ -125,27 +129,31 @@ def qkv_epilogue(
     q_norm: mx.array | None = None,
     k_norm: mx.array | None = None,
     eps: float | None = None,
+    head_norm: bool = False,
     value_norm: bool = False,
     shared_values: bool = False,
     backend: Backend,
 ) -> tuple[mx.array, mx.array | None]:
     """Split ``qkv [B, L, (H + 2 KV) * D]`` into heads, normalize and rotate queries and keys.
 
-    Returns ``q [B, H, L, D]`` and ``kv [2, B, KV, L, D]``, keys first, in the dtype of ``qkv``. Pairs ``(i, i + D /
-    2)`` turn by ``rotation [L, D / 2, 2]`` (see `rotation_table`). ``q_norm [D]``, ``k_norm [D]`` with ``eps`` stand
-    for `norm.rms_norm` of each head before, ``value_norm`` for that of values, without a weight.
+    Returns ``q [B, H, L, D]`` and ``kv [2, B, KV, L, D]``, keys first, in the dtype of ``qkv``. Pairs ``(i, i + P)``
+    turn by ``rotation [L, P, 2]`` (see `rotation_table`), and dimensions from ``2 P`` on stay as they are. ``q_norm
+    [D]``, ``k_norm [D]`` with ``eps`` stand for `norm.rms_norm` of each head before, ``head_norm`` for that without
+    weights, ``value_norm`` for that of values.
 
     With ``shared_values`` the rows of keys, before norm and rotation, are the values too, and ``qkv`` is ``[B, L, (H +
     KV) * D]``. With ``kv_heads`` 0 there are queries alone, and None for ``kv``. Raises OptionError for shapes that do
     not fit.
     """
-    _check("qkv_epilogue", qkv.shape, rotation, heads, kv_heads, q_norm, k_norm, eps, value_norm, shared_values)
+    _check(
+        "qkv_epilogue", qkv.shape, rotation, heads, kv_heads, q_norm, k_norm, eps, head_norm, value_norm, shared_values
+    )
     if qkv.size == 0 or not QKV_EPILOGUE.serves(backend, qkv.dtype):
         backend.count(QKV_EPILOGUE.name, "mlx")
-        norms = {"q_norm": q_norm, "k_norm": k_norm, "eps": eps, "value_norm": value_norm}
+        norms = {"q_norm": q_norm, "k_norm": k_norm, "eps": eps, "head_norm": head_norm, "value_norm": value_norm}
         sizes = {"heads": heads, "kv_heads": kv_heads, "shared_values": shared_values}
         return qkv_epilogue_reference(qkv, rotation, **sizes, **norms)
-    options = value_norm, shared_values
+    options = head_norm, value_norm, shared_values
     q, *kv = _launch(qkv, rotation, heads, kv_heads, q_norm, k_norm, eps, *options, None, None, backend)
     return q, kv[0] if kv else None
 
@@ -175,6 +183,7 @@ def qkv_append(
     q_norm: mx.array | None = None,
     k_norm: mx.array | None = None,
     eps: float | None = None,
+    head_norm: bool = False,
     value_norm: bool = False,
     shared_values: bool = False,
     backend: Backend,
@@ -185,16 +194,27 @@ def qkv_append(
     ``start``, an int32 array ``[1]``, on. MLX does not know of it: wait for ``q``, or for what is computed from it,
     before the cache is read by anything but `cache_attention` of this ``q``. Raises OptionError as `qkv_epilogue` does.
     """
-    options = value_norm, shared_values
+    options = head_norm, value_norm, shared_values
     check_append("qkv_append", qkv, rotation, cache, heads, kv_heads, q_norm, k_norm, eps, *options)
     return _launch(qkv, rotation, heads, kv_heads, q_norm, k_norm, eps, *options, cache, start, backend)[0]
 
 
 def check_append(
-    op: str, qkv, rotation, cache, heads, kv_heads, q_norm, k_norm, eps, value_norm=False, shared_values=False
+    op: str,
+    qkv,
+    rotation,
+    cache,
+    heads,
+    kv_heads,
+    q_norm,
+    k_norm,
+    eps,
+    head_norm=False,
+    value_norm=False,
+    shared_values=False,
 ) -> int:
     """Check that rows fit a cache; returns D. Raises OptionError."""
-    options = value_norm, shared_values
+    options = head_norm, value_norm, shared_values
     head_dim = _check(op, qkv.shape, rotation, heads, kv_heads, q_norm, k_norm, eps, *options)
     batch, length, _ = qkv.shape
     if (
@@ -210,18 +230,22 @@ def check_append(
     return head_dim
 
 
-def _check(op: str, shape, rotation, heads, kv_heads, q_norm, k_norm, eps, value_norm, shared_values) -> int:
+def _check(op: str, shape, rotation, heads, kv_heads, q_norm, k_norm, eps, head_norm, value_norm, shared_values) -> int:
     """Check that the parts belong together; returns D. Raises OptionError."""
     _, length, width = shape
     head_dim, rest = divmod(width, stored_heads(heads, kv_heads, shared_values))
-    if rest or head_dim % 2 or rotation.shape != (length, head_dim // 2, 2):
+    pairs = rotation.shape[1] if rotation.ndim == 3 else 0
+    if rest or rotation.shape != (length, pairs, 2) or not 0 < 2 * pairs <= head_dim:
         raise OptionError(
             f"{op}: qkv {list(shape)} of {heads} + {1 if shared_values else 2} * {kv_heads} heads, rotation "
-            f"{list(rotation.shape)} do not fit [B, L, heads * D] and [L, D / 2, 2]"
+            f"{list(rotation.shape)} do not fit [B, L, heads * D] and [L, P, 2] with P at most D / 2"
         )
-    normed = q_norm is not None
-    if (k_norm is not None) != (normed and kv_heads > 0) or (eps is not None) != (normed or value_norm):
+    learned = q_norm is not None
+    normed = learned or head_norm or value_norm
+    if (k_norm is not None) != (learned and kv_heads > 0) or (eps is not None) != normed:
         raise OptionError(f"{op}: q_norm, k_norm and eps belong together")
+    if learned and head_norm:
+        raise OptionError(f"{op}: head_norm is a norm without weights; q_norm is one")
     for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
         if weight is not None and weight.shape != (head_dim,):
             raise OptionError(f"{op}: {name} is {list(weight.shape)}, but heads have {head_dim} dimensions")
@@ -229,10 +253,11 @@ def _check(op: str, shape, rotation, heads, kv_heads, q_norm, k_norm, eps, value
 
 
 def _launch(
-    qkv, rotation, heads, kv_heads, q_norm, k_norm, eps, value_norm, shared_values, cache, start, backend
+    qkv, rotation, heads, kv_heads, q_norm, k_norm, eps, head_norm, value_norm, shared_values, cache, start, backend
 ) -> list[mx.array]:
     backend.count((QKV_EPILOGUE if cache is None else QKV_APPEND).name, "kernel")
     dtypes = (None if weight is None else weight.dtype for weight in (q_norm, k_norm))
-    variant = value_norm, shared_values, cache is not None
-    call = plan(backend.name, qkv.shape, heads, kv_heads, eps or 0.0, qkv.dtype, *dtypes, *variant)
+    variant = head_norm, value_norm, shared_values, cache is not None
+    sizes = (heads, kv_heads, rotation.shape[1])
+    call = plan(backend.name, qkv.shape, *sizes, eps or 0.0, qkv.dtype, *dtypes, *variant)
     return backend.launch(call, (qkv, rotation, q_norm, k_norm, cache, start))

@@ -12,7 +12,7 @@ from types import ModuleType
 from turbospark_mlx.errors import ConvertError, InstallError
 from turbospark_mlx.protocols import Family
 
-PACKAGES = ("deepseek2", "gemma4", "gpt_oss", "llama", "qwen")
+PACKAGES = ("deepseek2", "gemma4", "gpt_oss", "llama", "muse", "qwen", "spark")
 
 
 def package(name: str) -> ModuleType:

@@ -56,8 +56,14 @@ class DeclaredFamily:
         self.settle = getattr(weights, "settle", self._settled)
         self.hf_config_from_gguf, self.gguf_name = gguf.hf_config_from_gguf, gguf.gguf_name
         self.gguf_rows = gguf.gguf_rows
+        self.unused = getattr(weights, "unused", self._all_used)
 
     @staticmethod
     def _settled(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> ModelConfig:
         """For families whose configuration says everything."""
         return config
+
+    @staticmethod
+    def _all_used(config: ModelConfig) -> Mapping[str, str]:
+        """For families whose logits depend on every tensor."""
+        return {}

@@ -14,7 +14,7 @@ import mlx.nn as nn
 
 from turbospark_mlx.cache import LinearKV, RingKV
 from turbospark_mlx.custom_kernels import backends
-from turbospark_mlx.families.layers import Builder, Format, Module, Positions
+from turbospark_mlx.families.layers import AffineEmbedding, AffineLinear, Builder, Format, Module, Positions
 from turbospark_mlx.protocols import ExpertFactory, LayerCache, ModelConfig
 
 
@@ -33,8 +33,16 @@ class CausalModel(Module):
     """A model of a family. It follows the protocol that mlx-lm's tools call: ``model(tokens, cache=...)``,
     ``model.layers``, ``model.make_cache()``, ``model.args``."""
 
+    float32_residual = False
+    """Whether what layers add up stays in float32 whatever the dtype of activations is."""
+
     longest_context: int | None = None
     """Up to how many tokens the frequencies that were chosen are right; None where every length has the same."""
+
+    logit_scale: float = 1.0
+    """What logits are multiplied by, before they are capped."""
+    logit_cap: float | None = None
+    """c where logits y are capped as c tanh(y / c)."""
 
     expected: Callable[[Any], Mapping[str, tuple[int, ...]]]
     """The family's ``Family.expected``."""
@@ -62,7 +70,8 @@ class CausalModel(Module):
         self.experts = experts
         self.parameter_count = sum(map(prod, self.expected(config).values()))
         self.backend = backend or backends.select()
-        build = Builder(self.backend, dtype, formats or {}, fused, experts)
+        residual = mx.float32 if self.float32_residual else None
+        build = Builder(self.backend, dtype, formats or {}, fused, experts, residual)
         self.model = self.decoder(config, build, max_context or config.max_position_embeddings)
         if not config.tie_word_embeddings:
             self.lm_head = build.linear("lm_head", config.hidden_size, config.vocab_size)
@@ -84,15 +93,23 @@ class CausalModel(Module):
         ``positions`` are those after what ``cache`` holds, or from 0 on.
         """
         x = self.model.embed_tokens(tokens) if input_embeddings is None else input_embeddings
-        x = x.astype(self.dtype)
+        x = x.astype(mx.float32 if self.float32_residual else self.dtype)
         positions = positions or Positions.after(cache[0] if cache else None, x.shape[1])
         for layer, state in zip(self.layers, cache or [None] * len(self.layers), strict=True):
             x = layer(x, state, positions)
         return self.model.norm(x)
 
     def head(self, hidden: mx.array) -> mx.array:
-        """Logits ``[..., vocab]`` of hidden states ``[..., hidden]``."""
-        return self.lm_head(hidden) if "lm_head" in self else self.model.embed_tokens.as_linear(hidden)
+        """Logits ``[..., vocab]`` of hidden states ``[..., hidden]``, capped in float32 where they are capped."""
+        table = self.get("lm_head", self.model.embed_tokens)
+        product = table if "lm_head" in self else table.as_linear
+        if isinstance(table, AffineLinear | AffineEmbedding):
+            return product(hidden, scale=self.logit_scale, softcap=self.logit_cap)
+        logits = product(hidden)
+        if self.logit_cap is None:
+            return logits if self.logit_scale == 1.0 else logits * self.logit_scale
+        wide = logits.astype(mx.float32) * (self.logit_scale / self.logit_cap)
+        return (mx.tanh(wide) * self.logit_cap).astype(logits.dtype)
 
     def __call__(
         self,

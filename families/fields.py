@@ -108,6 +108,17 @@ class Fields:
             raise self.refuse(key, "expected an object.")
         return Fields(value, f"{self.where}: {key}", self.error)
 
+    def decoder(self) -> Fields:
+        """Those of a config.json that are about its decoder: ``text_config``, or these themselves where there is none.
+        What is said in both must be the same."""
+        if not self.has("text_config"):
+            return self
+        inner = self.object("text_config")
+        for key in ("vocab_size", "tie_word_embeddings"):
+            if self.has(key) and inner.has(key) and self.values[key] != inner.values[key]:
+                raise self.refuse(key, f"but in text_config it is {inner.values[key]!r}.")
+        return inner
+
     def known(self, understood: set[str]) -> None:
         """Refuse a field that is none of ``understood``, unless it is null."""
         for key in self.values:

@@ -21,11 +21,13 @@ from turbospark_mlx.custom_kernels import (
     attention,
     dense_matmul,
     gated_affine_matmul,
+    gated_product,
     rms_norm,
     rms_norm_add,
     rotation_table,
 )
 from turbospark_mlx.custom_kernels.backends import Backend
+from turbospark_mlx.custom_kernels.gated import gated_product_reference
 from turbospark_mlx.errors import OptionError
 from turbospark_mlx.protocols import AffineFormat, ExpertFactory, LayerCache, Mxfp4Format, PackedFormat
 
@@ -93,9 +95,10 @@ class AffineLinear(Module):
         *,
         norm: RMSNorm | None = None,
         residual: mx.array | None = None,
+        scale: float = 1.0,
         softcap: float | None = None,
     ) -> mx.array:
-        """``norm`` is applied to ``x`` before, ``residual`` is added after; see `affine_matmul` for ``softcap``."""
+        """``norm`` is applied to ``x`` before, ``residual`` is added after; see `affine_matmul` for the others."""
         return affine_matmul(
             x,
             self["weight"],
@@ -107,12 +110,14 @@ class AffineLinear(Module):
             norm_weight=None if norm is None else norm["weight"],
             eps=None if norm is None else norm.eps,
             residual=residual,
+            scale=scale,
             softcap=softcap,
+            dtype=None if norm is None else norm.dtype,
             backend=self._backend,
         )
 
     def gated(self, x: mx.array, *, norm: RMSNorm | None, activation: str = "silu") -> mx.array:
-        """``activation(gate) * up``, where the first half of the rows is the gate's; without bias."""
+        """``activation(gate) * up``, where the first half of the rows is the gate's."""
         return gated_affine_matmul(
             x,
             self["weight"],
@@ -121,8 +126,10 @@ class AffineLinear(Module):
             bits=self.bits,
             group_size=self.group_size,
             activation=activation,
+            bias=self.get("bias"),
             norm_weight=None if norm is None else norm["weight"],
             eps=None if norm is None else norm.eps,
+            dtype=None if norm is None else norm.dtype,
             backend=self._backend,
         )
 
@@ -234,24 +241,26 @@ class AffineEmbedding(Module):
             backend=self._backend,
         )
 
-    def as_linear(self, x: mx.array, *, softcap: float | None = None) -> mx.array:
-        options = {"bits": self.bits, "group_size": self.group_size, "softcap": softcap, "backend": self._backend}
-        return affine_matmul(x, *self._parts(), **options)
+    def as_linear(self, x: mx.array, *, scale: float = 1.0, softcap: float | None = None) -> mx.array:
+        """``x @ W.T``; see `affine_matmul` for what follows."""
+        options = {"scale": scale, "softcap": softcap, "backend": self._backend}
+        return affine_matmul(x, *self._parts(), bits=self.bits, group_size=self.group_size, **options)
 
 
 class RMSNorm(Module):
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last axis."""
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last axis, in ``dtype``, or in that of ``x`` where it is None."""
 
     centered = False
 
-    def __init__(self, width: int, *, eps: float, stored: str, backend: Backend):
+    def __init__(self, width: int, *, eps: float, stored: str, dtype: mx.Dtype | None, backend: Backend):
         super().__init__()
         self._backend = backend
-        self.eps = eps
+        self.eps, self.dtype = eps, dtype
         self.weight = mx.ones((width,), DTYPES[stored])
 
     def __call__(self, x: mx.array) -> mx.array:
-        return rms_norm(x, self["weight"], eps=self.eps, centered=self.centered, backend=self._backend)
+        options = {"eps": self.eps, "centered": self.centered, "dtype": self.dtype, "backend": self._backend}
+        return rms_norm(x, self["weight"], **options)
 
     def add(self, residual: mx.array, x: mx.array, *, scale: mx.array | float | None = None) -> mx.array:
         """``(residual + self(x)) * scale``, where ``scale`` is ``[1]`` or a number."""
@@ -265,17 +274,29 @@ class CenteredRMSNorm(RMSNorm):
     centered = True
 
 
-class PlainCenteredRMSNorm(nn.RMSNorm):
-    """``CenteredRMSNorm`` with a gradient."""
+class PlainRMSNorm(nn.RMSNorm):
+    """What ``nn.RMSNorm`` lacks of ``RMSNorm`` and ``CenteredRMSNorm``, with a gradient."""
+
+    def __init__(self, width: int, eps: float, dtype: mx.Dtype | None, centered: bool):
+        super().__init__(width, eps)
+        self._dtype, self._centered = dtype, centered
 
     def __call__(self, x: mx.array) -> mx.array:
-        return mx.fast.rms_norm(x, 1 + self["weight"], self.eps)
+        # In half precision, 1 would swallow most of a weight.
+        weight = 1 + self["weight"].astype(mx.float32) if self._centered else self["weight"]
+        return mx.fast.rms_norm(x, weight, self.eps).astype(self._dtype or x.dtype)
 
 
 def gelu_tanh(x: mx.array) -> mx.array:
     """The tanh approximation of GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415), computed in float32."""
     wide = x.astype(mx.float32)
     return (0.5 * wide * (1 + mx.tanh(0.7978845608028654 * wide * (1 + 0.044715 * wide * wide)))).astype(x.dtype)
+
+
+def gelu_erf(x: mx.array) -> mx.array:
+    """The Gaussian error linear unit itself (arXiv:1606.08415), computed in float32."""
+    wide = x.astype(mx.float32)
+    return (0.5 * wide * (1 + mx.erf(wide * 0.7071067811865476))).astype(x.dtype)
 
 
 def plain_attention(
@@ -324,7 +345,7 @@ class RoPE:
     """Rotation of ``x [B, H, L, D]`` at positions ``offset .. offset + L - 1``; see ``rope.py`` for the frequencies."""
 
     def __init__(self, frequencies: np.ndarray):
-        """``frequencies [D / 2]``: radians a position."""
+        """``frequencies [P]``: radians a position of pairs ``(i, i + P)``; dimensions from ``2 P`` on do not turn."""
         self._frequencies = frequencies
         with np.errstate(divide="ignore"):
             # A pair that does not turn has an infinite period, which MLX takes for angle 0.
@@ -335,7 +356,8 @@ class RoPE:
         return rotation_table(self._frequencies, offset, length)
 
     def __call__(self, x: mx.array, offset: int | mx.array) -> mx.array:
-        return mx.fast.rope(x, x.shape[-1], traditional=False, base=None, scale=1.0, offset=offset, freqs=self._periods)
+        width = 2 * len(self._frequencies)
+        return mx.fast.rope(x, width, traditional=False, base=None, scale=1.0, offset=offset, freqs=self._periods)
 
 
 class Positions:
@@ -373,7 +395,7 @@ class Positions:
         return list(self._tables)
 
     def rotation(self, rope: RoPE) -> mx.array:
-        """`RoPE.table` of these positions, float32 ``[L, D / 2, 2]``."""
+        """`RoPE.table` of these positions, float32 ``[L, P, 2]``."""
         if rope not in self._tables:
             self._tables[rope] = mx.array(rope.table(self._offset, self._length))
         return self._tables[rope]
@@ -421,7 +443,8 @@ class Builder:
     """Makes modules for tensors as they are stored.
 
     ``formats`` maps tensor names, in the checkpoint's spelling, to formats; a name that is absent is float32. ``dtype``
-    is that of activations. ``fused`` chooses this package's modules, with joint projections; without it, plain
+    is that of activations, and of the residual stream unless that is in ``residual``; norms then bring it to ``dtype``.
+    ``fused`` chooses this package's modules, with joint projections; without it, plain
     ``mlx.nn`` modules are made, which have gradients. ``experts`` makes routed experts that live elsewhere than in
     parameters.
     """
@@ -431,6 +454,12 @@ class Builder:
     formats: Mapping[str, Format] = field(default_factory=dict)
     fused: bool = True
     experts: ExpertFactory | None = None
+    residual: mx.Dtype | None = None
+
+    @property
+    def gated_product(self) -> Callable[..., mx.array]:
+        """``gated_product(gate, up, activation=)``; see ``custom_kernels.gated_product``."""
+        return partial(gated_product, backend=self.backend) if self.fused else gated_product_reference
 
     @property
     def attention(self) -> Callable[..., mx.array]:
@@ -482,7 +511,7 @@ class Builder:
         stored = self._stored(f"{path}.weight")
         if self.fused:
             kind = AffineEmbedding if isinstance(stored, AffineFormat) else Embedding
-            return kind(rows, width, stored=stored, dtype=self.dtype, backend=self.backend)
+            return kind(rows, width, stored=stored, dtype=self.residual or self.dtype, backend=self.backend)
         if isinstance(stored, AffineFormat):
             plain = nn.QuantizedEmbedding(rows, width, stored.group_size, stored.bits)
             plain.update(packed(rows, width, stored))
@@ -497,10 +526,10 @@ class Builder:
 
     def norm(self, path: str, width: int, eps: float, *, centered: bool = False) -> nn.Module:
         """The norm with ``path.weight [width]``, which is stored less 1 where ``centered``."""
-        stored = self._stored(f"{path}.weight")
+        stored, dtype = self._stored(f"{path}.weight"), None if self.residual is None else self.dtype
         if self.fused:
             kind = CenteredRMSNorm if centered else RMSNorm
-            return kind(width, eps=eps, stored=stored, backend=self.backend)
-        plain = (PlainCenteredRMSNorm if centered else nn.RMSNorm)(width, eps=eps)
+            return kind(width, eps=eps, stored=stored, dtype=dtype, backend=self.backend)
+        plain = PlainRMSNorm(width, eps, dtype, centered) if centered or dtype else nn.RMSNorm(width, eps)
         plain.weight = mx.ones((width,), DTYPES[stored])
         return plain

@@ -1,5 +1,6 @@
 """How long a context may be. The tiny model takes 512 bytes a token in its full layer, and 4096 bytes in its window."""
 
+import resource
 from dataclasses import replace
 
 import pytest
@@ -41,6 +42,18 @@ def test_what_is_asked_for_may_take_all_the_room(config):
 
 def test_memory_is_found():
     assert 10**6 < admission.available_bytes("cpu") < 10**15
+
+
+@pytest.mark.parametrize("kind", [resource.RLIMIT_DATA, resource.RLIMIT_AS])
+def test_limits_of_the_process_count(monkeypatch, kind):
+    held = {"/proc/self/status": "VmSize:\t    3000 kB\nVmData:\t    2000 kB\n"}
+    monkeypatch.setattr(admission, "_read", lambda path: held.get(path, ""))
+    limits = {kind: 5000 * 1024}
+    monkeypatch.setattr(resource, "getrlimit", lambda asked: (limits.get(asked, resource.RLIM_INFINITY), 0))
+    left = {resource.RLIMIT_DATA: 3000, resource.RLIMIT_AS: 2000}[kind]
+    assert admission.available_bytes("cpu") == left * 1024
+    limits[kind] = 1000 * 1024
+    assert admission.available_bytes("cpu") == 0
 
 
 @pytest.mark.parametrize(

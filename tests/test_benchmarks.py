@@ -53,6 +53,8 @@ SMALLER = {
     # mlx-lm does not know that gpt-oss rounds no borders of YaRN.
     "gpt-oss-20b": {"num_local_experts": 8, "layer_types": KINDS, "rope_scaling": YARN},
     "qwen3-30b-a3b": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 128},
+    "muse-30b": {"layer_types": KINDS, "layer_rope_theta": [500000.0, 0]},
+    "spark-4b": {"layer_types": KINDS},
     "gemma4-26b-a4b": {
         "layer_types": KINDS,
         "num_global_key_value_heads": 1,
@@ -79,7 +81,7 @@ def test_a_made_up_model_and_its_twin_are_the_same(benchmarks, shape):
 
     config = tiny(shapes, shape)
     model = shapes.make_model(config, backends.select("reference"))
-    twin = peers.mlx_lm_twin(model, config, shapes.STORED, mx.float32)
+    twin = peers.mlx_lm_twin(shapes.arrays(model), config, mx.float32)
     ids = [5, 600, 17, 33]
     ours = np.array(Runner(model, max_context=16).prefill(ids))
     theirs = np.array(twin(mx.array([ids]))[0, -1])

@@ -319,6 +319,7 @@ class Terminal:
         termios.tcsetwinsize(slave, (24, 100))
 
         def control():
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell that starts the tests behind its back ignores it
             os.setsid()
             fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
 

@@ -45,6 +45,7 @@ def test_gemma_4_26b_has_the_published_sizes():
         ("deepseek-v2-lite", 15_706_484_224, (26, 64)),
         ("mixtral-8x7b", 46_702_792_704, (32, 8)),
         ("qwen3-30b-a3b", 30_532_122_624, (48, 128)),
+        ("spark-4b", 4_112_079_360, None),
     ],
 )
 def test_other_shapes_have_the_published_parameters(name, parameters, experts):
@@ -52,8 +53,9 @@ def test_other_shapes_have_the_published_parameters(name, parameters, experts):
     family = family_for_model_type(shaped.SHAPES[name]["model_type"])
     config = family.config_from_hf(shaped.SHAPES[name])
     assert sum(int(np.prod(shape)) for shape in family.expected(config).values()) == parameters
-    _, layout = sizes(name)
-    assert (len(layout.layers), layout.experts_per_layer) == experts
+    if experts:
+        _, layout = sizes(name)
+        assert (len(layout.layers), layout.experts_per_layer) == experts
 
 
 def test_gpt_oss_has_the_published_sizes():

@@ -17,10 +17,12 @@ from turbospark_mlx.testing import make_tiny_install
 
 needs_compiler = pytest.mark.skipif(not compiler.candidates(), reason="no C++ compiler on this machine")
 pytestmark = pytest.mark.skipif(mx.default_device() != mx.cpu, reason="the CPU's way")
-LLAMA = ("llama", "mistral", "qwen3", "mixtral", "qwen3-moe", "qwen3-moe-sums")
+LLAMA = ("llama", "mistral", "qwen3", "llama-biases", "mixtral", "qwen3-moe", "qwen3-moe-sums")
 DEEPSEEK2 = ("deepseek-v2-lite", "deepseek-v2", "deepseek-v3", "deepseek-v3-flat", "deepseek-v3-halves")
 GPT_OSS = ("gpt-oss", "gpt-oss-plain")
 GEMMA4 = ("gemma4-moe", "gemma4-dense", "gemma4-small", "gemma4-untied")
+MUSE = ("muse-glimmer", "muse-glimmer-tied")
+SPARK = ("spark", "spark-biases", "spark-one-key", "spark-full")
 MXFP4 = "gpt-oss-mxfp4"
 """As gpt-oss is published: its experts in MXFP4."""
 TOKENS = [int(t) for t in np.random.default_rng(3).integers(0, 320, 60)]
@@ -32,7 +34,14 @@ class Installs(dict):
     def __init__(self, folder):
         super().__init__()
         self._folder = folder
-        families = {"llama": LLAMA, "gemma4": GEMMA4, "deepseek2": DEEPSEEK2, "gpt_oss": GPT_OSS}
+        families = {
+            "llama": LLAMA,
+            "gemma4": GEMMA4,
+            "deepseek2": DEEPSEEK2,
+            "gpt_oss": GPT_OSS,
+            "muse": MUSE,
+            "spark": SPARK,
+        }
         self._family = {variant: family for family, variants in families.items() for variant in variants}
 
     def __missing__(self, variant):
@@ -83,9 +92,10 @@ def test_a_recorded_step_gives_the_same_bits(install, variant, prompt):
 
 
 @needs_compiler
-@pytest.mark.parametrize("variant", [*LLAMA[3:], *GEMMA4, *DEEPSEEK2, *GPT_OSS, MXFP4])
+@pytest.mark.parametrize("variant", [*LLAMA[3:], *GEMMA4, *MUSE, *SPARK, *DEEPSEEK2, *GPT_OSS, MXFP4])
 def test_every_operation_of_a_step_is_a_kernel(install, variant):
-    """Routers, experts in memory, latents, sinks, scaled embeddings and inputs for each layer, over a window's edge."""
+    """Routers, experts in memory, latents, sinks, gates on attention, biases, scaled or normalised embeddings, inputs
+    for each layer, over a window's edge."""
     with Runner.open(install[variant], kernels="host") as runner:
         follow(runner, TOKENS[:24], PROMPT[:5])
         assert runner.report().decode_step == "one list of kernels"

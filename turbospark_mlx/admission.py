@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
+import resource
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,8 +90,8 @@ def whole_number(option: str, value: int) -> int:
 def available_bytes(device: str) -> int:
     """Bytes that arrays may still take on ``device`` (``"cpu"`` or ``"gpu"``).
 
-    MLX's limit less what it holds; on a CPU under Linux also what the kernel calls available and what the control group
-    allows.
+    MLX's limit less what it holds; on a CPU under Linux also what the kernel calls available, what the control group
+    allows and what the limits of the process leave: MLX ends a process that gets no memory.
     """
     bounds = [mx.get_memory_limit() - mx.get_active_memory()]
     if device == "cpu":
@@ -98,6 +99,11 @@ def available_bytes(device: str) -> int:
             bounds.append(int(found[1]) * 1024)
         if (limit := _read("/sys/fs/cgroup/memory.max").strip()).isdigit():
             bounds.append(int(limit) - mx.get_active_memory())
+        status = _read("/proc/self/status")
+        for limited, held in ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize")):
+            soft, _ = resource.getrlimit(limited)
+            if soft != resource.RLIM_INFINITY and (found := re.search(rf"{held}:\s+(\d+) kB", status)):
+                bounds.append(soft - int(found[1]) * 1024)
     return max(0, min(bounds))
 
 

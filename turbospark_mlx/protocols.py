@@ -150,6 +150,10 @@ class Family(Protocol):
         ``families.routed`` names the parameters below a path."""
         ...
 
+    def unused(self, config: ModelConfig) -> Mapping[str, str]:
+        """Install name -> reason: tensors of ``expected`` that no logit depends on."""
+        ...
+
     def gguf_name(self, name: str, config: ModelConfig) -> str | Dropped:
         """The checkpoint name of a GGUF tensor name. Raises ConvertError for a name that the family does not know."""
         ...

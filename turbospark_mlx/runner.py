@@ -7,6 +7,8 @@ them back to where the call began or, where the evaluation itself failed, emptie
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import math
 import operator
 import os
@@ -357,8 +359,14 @@ class Runner:
         self._ids, self._cache, self._ahead, self._step, self.model = [], [], None, None, None
         if self.experts is not None:
             self.experts.close()
+            self.experts = None
         if self._install is not None:
             self._install.close()
+        # Modules hold each other, MLX keeps the memory of what is gone for arrays to come, and glibc what MLX frees.
+        gc.collect()
+        mx.clear_cache()
+        if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+            trim(0)
 
     def __enter__(self) -> Runner:
         return self

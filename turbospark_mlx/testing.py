@@ -186,6 +186,38 @@ def _gpt_oss(**fields: Any) -> dict[str, Any]:
     return config
 
 
+def _muse(kinds: str, **fields: Any) -> dict[str, Any]:
+    """``kinds`` has an s or an f for each layer, as a capital where it has rotary positions."""
+    theta = fields.get("rope_parameters", {}).get("rope_theta", 500000.0)
+    return {
+        "model_type": "muse_glimmer",
+        "text_config": {
+            "model_type": "muse_glimmer_text",
+            "vocab_size": 320,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": len(kinds),
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "post_norm_eps": 1e-8,
+            "hidden_activation": "silu",
+            "attention_bias": False,
+            "layer_types": [{"s": "sliding_attention", "f": "full_attention"}[kind.lower()] for kind in kinds],
+            "layer_rope_theta": [theta if kind.isupper() else 0 for kind in kinds],
+            "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+            "sliding_window": WINDOW,
+            "qk_scale_factor": 3.87,
+            "output_multiplier": 0.19611613513818404,
+            "final_logit_softcapping": 20.0,
+            "tie_word_embeddings": False,
+            **fields,
+        },
+    }
+
+
 def _qwen(kinds: str, experts: int = 0, **fields: Any) -> dict[str, Any]:
     """``kinds`` has an l or an f for each layer, and an f at the end of each period."""
     name = "qwen3_5_moe" if experts else "qwen3_5"
@@ -230,6 +262,38 @@ def _qwen(kinds: str, experts: int = 0, **fields: Any) -> dict[str, Any]:
             **(blocks if experts else {"intermediate_size": 128}),
             **fields,
         },
+    }
+
+
+_SPARK_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+    "full_attention": {"rope_type": "default", "rope_theta": 5000000.0, "partial_rotary_factor": 0.25},
+}
+
+
+def _spark(kinds: str, **fields: Any) -> dict[str, Any]:
+    """``kinds`` has an s or an f for each layer."""
+    return {
+        "model_type": "spark2_5",
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": len(kinds),
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "gelu",
+        "headwise_attn_output_gate": True,
+        "gate_attn_act_mode": "sigmoid",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "layer_types": [{"s": "sliding_attention", "f": "full_attention"}[kind] for kind in kinds],
+        "sliding_window": WINDOW,
+        "rope_parameters": _SPARK_ROPE,
+        "tie_word_embeddings": True,
+        **fields,
     }
 
 
@@ -365,6 +429,27 @@ _VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
             "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
         },
     },
+    "muse": {
+        "muse-glimmer": _muse("SSSf"),
+        "muse-glimmer-three-heads": _muse(
+            "fSS",
+            num_attention_heads=3,
+            num_key_value_heads=1,
+            head_dim=64,
+            rms_norm_eps=1e-3,
+            qk_scale_factor=1.7,
+            output_multiplier=1.5,
+            final_logit_softcapping=5.0,
+        ),
+        "muse-glimmer-tied": _muse(
+            "sFSf",
+            num_attention_heads=6,
+            num_key_value_heads=3,
+            tie_word_embeddings=True,
+            post_norm_eps=1e-2,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        ),
+    },
     "qwen": {
         "qwen3.5": _qwen("llf", num_attention_heads=6, linear_num_value_heads=6),
         "qwen3.5-moe": _qwen("lf", experts=8),
@@ -376,6 +461,30 @@ _VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
             linear_conv_kernel_dim=2,
         )
         | {"tie_word_embeddings": True},
+    },
+    "spark": {
+        "spark": _spark("sssf"),
+        "spark-biases": _spark(
+            "fss",
+            num_attention_heads=6,
+            num_key_value_heads=3,
+            attention_bias=True,
+            mlp_bias=True,
+            tie_word_embeddings=False,
+        ),
+        "spark-one-key": _spark(
+            "sf",
+            num_attention_heads=5,
+            num_key_value_heads=1,
+            rms_norm_eps=1e-5,
+            rope_parameters={
+                "sliding_attention": {"rope_theta": 500.0, "partial_rotary_factor": 0.5},
+                "full_attention": {"rope_theta": 10000.0},
+            },
+        ),
+        "spark-full": _spark(
+            "ff", head_dim=40, rope_parameters={"full_attention": _SPARK_ROPE["full_attention"]}, sliding_window=None
+        ),
     },
 }
 

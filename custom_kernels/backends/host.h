@@ -4,9 +4,6 @@
 // straight loops. Half precision types are structs, because compilers differ in what they offer for them.
 #include <stdint.h>
 #include <string.h>
-#if defined(__F16C__) || defined(__AVX2__)
-#include <immintrin.h>
-#endif
 
 #define SIMD_WIDTH 1
 #define MAX_SIMDGROUPS 1
@@ -37,11 +34,23 @@ METAL_FUNC To as_type(From from) {
   return to;
 }
 
+// The compiler's own half, where the CPU converts it: what includes <immintrin.h> compiles four times as long.
+#if defined(__FLT16_MAX__) && (defined(__F16C__) || defined(__aarch64__))
+#define CONVERTS_HALF 1
+typedef _Float16 Half8 __attribute__((vector_size(16)));
+
+METAL_FUNC Float8 widen_eight(const void* from) {
+  Half8 halves;
+  memcpy(&halves, from, sizeof halves);
+  return __builtin_convertvector(halves, Float8);
+}
+#endif
+
 struct half {
   uint16_t bits;
   operator float() const {
-#if defined(__F16C__)
-    return _cvtsh_ss(bits);
+#if CONVERTS_HALF
+    return as_type<_Float16>(bits);
 #else
     const uint magnitude = uint(bits & 0x7fff) << 13, sign = uint(bits & 0x8000) << 16;
     // Scaling by 2^112 moves the exponent's bias and normalizes small numbers; infinities and NaN need theirs set.

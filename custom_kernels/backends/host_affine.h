@@ -40,12 +40,9 @@ template <int BITS>
 METAL_FUNC Eight unpack_chunk(const uint* words, int j) {
   Uint8 weights;
   if (BITS == 8) {
-#if defined(__AVX2__)
-    weights = (Uint8)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(words + 2 * j)));
-#else
-    const uint low = words[2 * j], high = words[2 * j + 1];
-    weights = Uint8{low, low, low, low, high, high, high, high} >> Uint8{0, 8, 16, 24, 0, 8, 16, 24} & 255;
-#endif
+    uint8_t bytes __attribute__((vector_size(8)));
+    memcpy(&bytes, words + 2 * j, sizeof bytes);
+    weights = __builtin_convertvector(bytes, Uint8);
   } else if (BITS == 4) {
     weights = (words[j] - Uint8{}) >> Uint8{0, 4, 8, 12, 16, 20, 24, 28} & 15;
   } else {

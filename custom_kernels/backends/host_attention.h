@@ -17,9 +17,9 @@ METAL_FUNC void load_lane(const bfloat16_t* row, int64_t, uint, float* values) {
 template <int WIDTH, int COUNT>
 METAL_FUNC void load_lane(const half* row, int64_t, uint, float* values) {
   int i = 0;
-#if defined(__F16C__)
+#if CONVERTS_HALF
   for (; i + 8 <= WIDTH; i += 8) {
-    const Float8 eight = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(row + i)));
+    const Float8 eight = widen_eight(row + i);
     memcpy(values + i, &eight, sizeof eight);
   }
 #endif

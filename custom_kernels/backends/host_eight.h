@@ -43,9 +43,9 @@ METAL_FUNC void load_eight(const T* from, Packed<T>& to) {
   memcpy(&to, values, sizeof to);
 }
 
-#if defined(__F16C__)
+#if CONVERTS_HALF
 METAL_FUNC void load_eight(const half* from, Packed<half>& to) {
-  to.values = (Eight)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
+  to.values = (Eight)widen_eight(from);
 }
 #endif
 

@@ -1,5 +1,5 @@
 // What gated products do with their halves. The numbers are those of gemv.ACTIVATIONS.
-enum { SILU, GELU_TANH, GELU_ERF, CLAMPED_SWIGLU };
+enum { SILU, GELU_TANH, GELU_ERF, CLAMPED_SWIGLU, SIGMOID };
 
 METAL_FUNC float sigmoid(float x) {
   return 1.0f / (1.0f + exp(-x));
@@ -27,5 +27,5 @@ METAL_FUNC float gated(float gate, float up, float limit, float alpha = 1.702f) 
     up = up > limit ? limit : up < -limit ? -limit : up;
     return gate * sigmoid(alpha * gate) * (up + 1.0f);
   }
-  return gate * sigmoid(gate) * up;
+  return (ACTIVATION == SIGMOID ? 1.0f : gate) * sigmoid(gate) * up;
 }

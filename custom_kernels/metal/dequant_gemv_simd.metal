@@ -3,12 +3,12 @@
     //   NORM      x[m] is RMS-normalized and multiplied by norm_weight first
     //   BIAS      W x + bias
     //   GATED     the rows of W are gate rows, then as many up rows, to which ACTIVATION is applied
-    //   SOFTCAP   y = cap tanh(y / cap);   RESIDUAL  y += residual
+    //   FACTOR    y *= factor;   SOFTCAP  y = cap tanh(y / cap);   RESIDUAL  y += residual
     //   ARGMAX    instead of y, the largest value of the threadgroup's rows and the first row that has it
     // A simdgroup takes ROWS output rows at a time, as often as the grid makes necessary. Per block of 32 columns with
     // scale s and bias b, sum (s q + b) x = s sum q x + b sum x, so a weight is never dequantized. Weights are loaded
     // AHEAD steps before they are used, the first ones before the activations are staged, so that memory is never idle.
-    // The activations are staged TILE blocks at a time; where that is all of them, once for all passes.
+    // The activations, X in memory, are staged as T, TILE blocks at a time; where that is all of them, once for all passes.
     constexpr uint BLOCKS = K / 32, THREADS = SIMDS * SIMD_WIDTH;
     constexpr uint STEPS = (TILE + SIMD_WIDTH - 1) / SIMD_WIDTH, LANES = STEPS * SIMD_WIDTH;
     constexpr uint OUT = GATED ? N / 2 : N, READ = GATED ? 2 * ROWS : ROWS;
@@ -16,7 +16,7 @@
     constexpr bool WHOLE = TILE == BLOCKS, EVEN = WHOLE && BLOCKS % SIMD_WIDTH == 0, SCALED = staged_as_half<T>();
     constexpr int CENTER = center<BITS, T>();
     // Whether a thread keeps what it reads of x until the norm and the scale are known.
-    constexpr bool HELD = WHOLE && M == 1 && LOADS * sizeof(T) <= 16 && (NORM || SCALED);
+    constexpr bool HELD = WHOLE && M == 1 && LOADS * sizeof(X) <= 16 && (NORM || SCALED);
     constexpr uint BATCH = HELD ? LOADS : 1;
     threadgroup Chunk<T> staged[M * LANES * 4];
     threadgroup float block_sums[M * TILE];
@@ -50,7 +50,7 @@
 
     // Staged activations are x * norm_weight * factor, and the sums over them miss ``total``.
     float factor[M], total[M];
-    Packed<T> values[BATCH * M];
+    Packed<X> values[BATCH * M];
     Packed<G> weights[BATCH];
     UNROLL
     for (uint m = 0; m < M; ++m) {
@@ -263,6 +263,7 @@
           if (GATED) {
             value = gated<ACTIVATION>(value, up, as_type<float>(LIMIT_BITS));
           }
+          value *= as_type<float>(FACTOR_BITS);
           if (SOFTCAP) {
             value = as_type<float>(CAP_BITS) * tanh(value / as_type<float>(CAP_BITS));
           }
@@ -270,7 +271,7 @@
             value += float(residual[m * OUT + n]);
           }
           if (!ARGMAX) {
-            y[m * OUT + n] = T(value);
+            y[m * OUT + n] = O(value);
           } else if (value > best[own]) {
             best[own] = value;
             best_row[own] = n;

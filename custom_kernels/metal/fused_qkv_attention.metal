@@ -20,10 +20,10 @@
     device T* values = keys + cache_shape[1] * KV * capacity * D;
 
     if (simd == 0) {
-      rotated_head<T, D, NORM>(projected + head * D, q_norm, as_type<float>(EPSILON_BITS), rotation, query_row, lane);
+      rotated_head<T, D, PAIRS, NORM>(projected + head * D, q_norm, as_type<float>(EPSILON_BITS), rotation, query_row, lane);
     }
     if (simd == 1 % SIMDGROUPS) {
-      rotated_head<T, D, NORM>(projected + (H + kv_head) * D, k_norm, as_type<float>(EPSILON_BITS), rotation, key_row, lane);
+      rotated_head<T, D, PAIRS, NORM>(projected + (H + kv_head) * D, k_norm, as_type<float>(EPSILON_BITS), rotation, key_row, lane);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if (head % (H / KV) == 0) {

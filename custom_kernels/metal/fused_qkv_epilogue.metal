@@ -1,5 +1,5 @@
     // qkv [B, L, (H + 2 KV) * D], the rows of a joint projection -> q [B, H, L, D] and keys and values. Queries and keys are
-    // normalized and rotated (rotated_head.h) by rotation [L, D / 2, 2]. Without a cache, keys and values are kv [2, B, KV,
+    // normalized and rotated (rotated_head.h) by rotation [L, PAIRS, 2]. Without a cache, keys and values are kv [2, B, KV,
     // L, D]; with APPEND they are written into cache [2, B, KV, capacity, D], position p into row p % capacity, and start
     // [1] is the first position. VALUE_NORM normalizes values, without a weight. With SHARED_VALUES the rows of keys are
     // those of values too, and qkv is [B, L, (H + KV) * D]. Without keys and values, KV is 0. Simdgroups take one head of
@@ -24,9 +24,9 @@
         }
       }
       if (part == 0) {
-        rotated_head<T, D, NORM>(from, q_norm, as_type<float>(EPSILON_BITS), rotation + l * D, to, lane);
+        rotated_head<T, D, PAIRS, NORM>(from, q_norm, as_type<float>(EPSILON_BITS), rotation + l * 2 * PAIRS, to, lane);
       } else if (part == 1) {
-        rotated_head<T, D, NORM>(from, k_norm, as_type<float>(EPSILON_BITS), rotation + l * D, to, lane);
+        rotated_head<T, D, PAIRS, NORM>(from, k_norm, as_type<float>(EPSILON_BITS), rotation + l * 2 * PAIRS, to, lane);
       } else {
         float inverse_rms = 1.0f;
         if (VALUE_NORM) {

@@ -23,8 +23,7 @@ import numpy as np
 
 from turbospark_mlx.errors import ConvertError, InstallError
 from turbospark_mlx.families.fields import MOST_LAYERS, Fields, check_decided
-
-FULL, SLIDING = "full_attention", "sliding_attention"
+from turbospark_mlx.families.windows import FULL, SLIDING, check_kinds, kinds_of_mask
 
 WRAPPED_TYPES = ("gemma4", "gemma4_unified")
 """``model_type`` of configurations that keep the decoder's in ``text_config``."""
@@ -208,8 +207,7 @@ def config_from_hf(config: Mapping[str, Any]) -> Gemma4Config:
     if spelling in WRAPPED_TYPES:
         if not top.has("text_config"):
             raise top.error("config.json: text_config is missing. The model cannot be built without it.")
-        fields = top.object("text_config")
-        _agree(top, fields, "vocab_size", "tie_word_embeddings")
+        fields = top.decoder()
     for key, harmless in _HARMLESS_VALUES.items():
         fields.allow_only(
             key, harmless, "this family does not implement it, and without it the model would be another."
@@ -258,22 +256,12 @@ def config_from_hf(config: Mapping[str, Any]) -> Gemma4Config:
     )
 
 
-def _agree(top: Fields, inner: Fields, *keys: str) -> None:
-    """Refuse a field that is given outside and inside of text_config, and differently."""
-    for key in keys:
-        if top.has(key) and inner.has(key) and top.values[key] != inner.values[key]:
-            raise top.refuse(key, f"but in text_config it is {inner.values[key]!r}.")
-
-
 def _layer_types(fields: Fields, layers: int) -> tuple[str, ...]:
     types = fields.items("layer_types", None)
     if types is None:
         fields.allow_only("sliding_window_pattern", (6,), "without layer_types every sixth layer is a full one.")
         types = tuple(FULL if n % 6 == 5 or n == layers - 1 else SLIDING for n in range(layers))
-    for entry in types:
-        if entry not in (FULL, SLIDING):
-            raise fields.error(f"{fields.where}: layer_types has {entry!r}; this family has {FULL} and {SLIDING}.")
-    return types
+    return check_kinds(fields, types)
 
 
 def _full_layers(fields: Fields, types: tuple[str, ...], kv_heads: int, k_is_v: bool) -> tuple[int, int]:
@@ -334,9 +322,7 @@ def config_from_manifest(arch: Mapping[str, Any], extension: Mapping[str, Any]) 
     for key, value in {**_FIXED_ARCH, "routerScoringFunc": "softmax", "routedScalingFactor": 1}.items():
         fields.allow_only(key, (value,), f"a gemma4 model has {value!r}.")
     fields.allow_only("numDenseLeadingLayers", (0,), "a gemma4 model has experts in every layer or in none.")
-    mask = fields.items("fullAttentionLayerMask")
-    if any(isinstance(entry, bool) or entry not in (0, 1) for entry in mask):
-        raise fields.refuse("fullAttentionLayerMask", "this family has full (1) and sliding (0) layers.")
+    types = kinds_of_mask(fields)
     experts = fields.size("numExperts", least=0)
     if not experts:
         for key in ("topKExperts", "moeIntermediateSize"):
@@ -360,8 +346,8 @@ def config_from_manifest(arch: Mapping[str, Any], extension: Mapping[str, Any]) 
             global_rope_theta=fields.number("fullRopeTheta", above=1.0),
             partial_rotary_factor=fields.number("partialRotaryFactor"),
             global_rope_factor=more.number("global_rope_factor"),
-            layer_types=tuple(FULL if entry else SLIDING for entry in mask),
-            sliding_window=fields.size("slidingWindow") if 0 in mask else None,
+            layer_types=types,
+            sliding_window=fields.size("slidingWindow") if SLIDING in types else None,
             attention_k_eq_v=fields.flag("attentionKEqV"),
             final_logit_softcapping=_softcap(fields, "finalLogitSoftcap", None),
             num_kv_shared_layers=more.size("num_kv_shared_layers", least=0, most=layers - 1),

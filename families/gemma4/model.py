@@ -31,8 +31,6 @@ from turbospark_mlx.families.feed_forward import FeedForward
 from turbospark_mlx.families.gemma4.config import FULL, SLIDING, Gemma4Config
 from turbospark_mlx.families.gemma4.weights import expected, experts
 from turbospark_mlx.families.layers import (
-    AffineEmbedding,
-    AffineLinear,
     Builder,
     Module,
     Positions,
@@ -275,6 +273,7 @@ class Model(CausalModel):
     expected = staticmethod(expected)
 
     def decoder(self, config: Gemma4Config, build: Builder, length: int) -> Gemma4Decoder:
+        self.logit_cap = config.final_logit_softcapping
         return Gemma4Decoder(config, build)
 
     def hidden(
@@ -306,15 +305,6 @@ class Model(CausalModel):
             )
             visible.append(keys_values)
         return self.model.norm(x)
-
-    def head(self, hidden: mx.array) -> mx.array:
-        """Logits ``[..., vocab]`` of hidden states ``[..., hidden]``, capped in float32 where they are capped."""
-        table, cap = self.get("lm_head", self.model.embed_tokens), self.args.final_logit_softcapping
-        product = table if "lm_head" in self else table.as_linear
-        if isinstance(table, AffineLinear | AffineEmbedding):
-            return product(hidden, softcap=cap)
-        logits = product(hidden)
-        return logits if cap is None else (mx.tanh(logits.astype(mx.float32) / cap) * cap).astype(logits.dtype)
 
     def make_cache(self, max_length: int | None = None) -> list[LinearKV | RingKV]:
         """An empty state for each layer with keys and values of its own, for sequences of up to ``max_length``

@@ -13,18 +13,16 @@ and up joined (see ``families.routed``).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 
 from turbospark_mlx.errors import ConvertError
 from turbospark_mlx.families import routed
 from turbospark_mlx.families.fields import check_decided
 from turbospark_mlx.families.gemma4.config import Gemma4Config
+from turbospark_mlx.families.names import PREFIX, canonical, split_layer
 from turbospark_mlx.protocols import Dropped, ExpertSpec, Placement, Role
 
-PREFIX = "language_model."
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _TOWERS = (
     *("vision_tower.", "audio_tower.", "multi_modal_projector.", "embed_vision.", "embed_audio."),
     "vision_embedder.",
@@ -96,12 +94,10 @@ def expected(config: Gemma4Config) -> Mapping[str, tuple[int, ...]]:
     return {PREFIX + name: shape for name, shape in shapes.items()}
 
 
-def _canonical(name: str) -> str:
-    """The module's name of a tensor of the decoder, from any spelling."""
-    for prefix, plain in (("model.language_model.", "model."), ("language_model.", "")):
-        if name.startswith(prefix):
-            return plain + name.removeprefix(prefix)
-    return name
+def unused(config: Gemma4Config) -> Mapping[str, str]:
+    """See ``protocols.Family.unused``."""
+    last = f"{PREFIX}model.layers.{config.num_hidden_layers - 1}.layer_scalar"
+    return {last: "the final norm divides by what the last layer is multiplied with"}
 
 
 def _role(name: str, shape: tuple[int, ...]) -> Role:
@@ -124,20 +120,12 @@ def place(checkpoint_name: str, config: Gemma4Config) -> Placement | Dropped:
     """
     if checkpoint_name.removeprefix("model.").startswith(_TOWERS):
         return Dropped("of a tower for images or sound; text alone is run")
-    name = _canonical(checkpoint_name)
+    name = canonical(checkpoint_name)
     if name == _HEAD and config.tie_word_embeddings:
         return Dropped("a copy of the tied embedding")
     shape = _top_shapes(config).get(name)
     if shape is None:
-        found = _LAYER.fullmatch(name)
-        if not found:
-            raise ConvertError(f"checkpoint: tensor {checkpoint_name!r} is not one of the gemma4 family.")
-        number, suffix = int(found[1]), found[2]
-        if number >= config.num_hidden_layers or str(number) != found[1]:
-            raise ConvertError(
-                f"checkpoint: tensor {checkpoint_name!r} is of layer {found[1]}; the configuration has"
-                f" {config.num_hidden_layers} layers."
-            )
+        number, suffix = split_layer(name, checkpoint_name, "gemma4", config.num_hidden_layers)
         base = f"model.layers.{number}.experts"
         spec = experts(config).get(f"{base}.switch_glu")
         if spec and (part := routed.part_of(f"{base}.switch_glu", base, name, number, spec)):

@@ -20,8 +20,15 @@ from typing import Any
 from turbospark_mlx.errors import ConvertError, InstallError
 from turbospark_mlx.families.fields import MOST_LAYERS, Fields, check_decided
 from turbospark_mlx.families.rope import RopeScaling, YarnScaling, parse_rope, scaling_from_dict, scaling_to_dict
-
-FULL, SLIDING = "full_attention", "sliding_attention"
+from turbospark_mlx.families.windows import (
+    FULL,
+    SLIDING,
+    Windowed,
+    check_attention,
+    check_kinds,
+    kinds_of_mask,
+    read_window,
+)
 
 _THETA, _EPS, _ALPHA, _LIMIT, _LONGEST = 150000.0, 1e-5, 1.702, 7.0, 131072
 _YARN = {
@@ -69,7 +76,7 @@ _HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True)
-class GptOssConfig:
+class GptOssConfig(Windowed):
     """One model of the family.
 
     ``intermediate_size`` is an expert's. ``sliding_window`` counts the query's own token and is None exactly when no
@@ -98,16 +105,6 @@ class GptOssConfig:
     tie_word_embeddings: bool | None
 
     model_type = "gptOss"
-
-    def slides(self, layer: int) -> bool:
-        """Whether this layer sees only the last ``sliding_window`` tokens."""
-        return self.layer_types[layer] == SLIDING
-
-    def kv_bytes(self, context: int, itemsize: int) -> int:
-        """Bytes that the caches of one sequence of ``context`` tokens take with elements of ``itemsize`` bytes."""
-        sliding = sum(map(self.slides, range(self.num_hidden_layers)))
-        rows = (self.num_hidden_layers - sliding) * context + sliding * min(context, self.sliding_window or 0)
-        return 2 * rows * self.num_key_value_heads * self.head_dim * itemsize
 
     def to_manifest(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The manifest's ``arch`` and the extension, both complete."""
@@ -249,14 +246,7 @@ def _rope(fields: Fields, head_dim: int, longest: int) -> tuple[float, RopeScali
 def _windows(fields: Fields, layers: int) -> tuple[tuple[str, ...], int | None]:
     """``(layer_types, sliding_window)``."""
     types = fields.items("layer_types", tuple(FULL if number % 2 else SLIDING for number in range(layers)))
-    for entry in types:
-        if entry not in (FULL, SLIDING):
-            raise fields.error(f"{fields.where}: layer_types has {entry!r}; this family has {FULL} and {SLIDING}.")
-    if SLIDING not in types:
-        return types, None
-    if "sliding_window" in fields.values and not fields.has("sliding_window"):
-        raise fields.refuse("sliding_window", f"layer_types has {SLIDING}, which needs a window.")
-    return types, fields.size("sliding_window", 128)
+    return types, read_window(fields, check_kinds(fields, types), 128)
 
 
 def config_from_manifest(arch: Mapping[str, Any], extension: Mapping[str, Any]) -> GptOssConfig:
@@ -268,9 +258,7 @@ def config_from_manifest(arch: Mapping[str, Any], extension: Mapping[str, Any]) 
     head_dim, kv_heads, wide = fields.size("headDim"), fields.size("numKVHeads"), fields.size("moeIntermediateSize")
     theta = fields.number("ropeTheta", above=1.0)
     longest = fields.size("trainedContext", _LONGEST)
-    mask = fields.items("fullAttentionLayerMask")
-    if any(isinstance(entry, bool) or entry not in (0, 1) for entry in mask):
-        raise fields.refuse("fullAttentionLayerMask", "this family has full (1) and sliding (0) layers.")
+    types = kinds_of_mask(fields)
     more = Fields(extension or _elder_extension(fields), "manifest.json: extension", InstallError)
     more.exactly({"rms_norm_eps", "rope_scaling", "attention_bias", "swiglu_alpha"})
     scaling = scaling_from_dict(more, "rope_scaling", head_dim, longest)
@@ -310,8 +298,8 @@ def config_from_manifest(arch: Mapping[str, Any], extension: Mapping[str, Any]) 
             rms_norm_eps=more.number("rms_norm_eps"),
             rope_theta=theta,
             rope_scaling=scaling,
-            layer_types=tuple(FULL if entry else SLIDING for entry in mask),
-            sliding_window=fields.size("slidingWindow") if 0 in mask else None,
+            layer_types=types,
+            sliding_window=fields.size("slidingWindow") if SLIDING in types else None,
             attention_bias=more.flag("attention_bias"),
             num_experts=fields.size("numExperts"),
             num_experts_per_tok=fields.size("topKExperts"),
@@ -331,19 +319,7 @@ def _elder_extension(fields: Fields) -> dict[str, Any]:
 
 def _checked(fields: Fields, config: GptOssConfig) -> GptOssConfig:
     """The same configuration, once its numbers fit each other."""
-    if config.num_attention_heads % config.num_key_value_heads:
-        raise fields.error(
-            f"{fields.where}: {config.num_attention_heads} attention heads cannot share"
-            f" {config.num_key_value_heads} key/value heads evenly."
-        )
-    if config.head_dim % 2:
-        raise fields.error(
-            f"{fields.where}: the head size is {config.head_dim}; rotary position embedding needs pairs."
-        )
-    if len(config.layer_types) != config.num_hidden_layers:
-        raise fields.error(
-            f"{fields.where}: {len(config.layer_types)} layer kinds are given for {config.num_hidden_layers} layers."
-        )
+    check_attention(fields, config)
     if config.num_experts_per_tok > config.num_experts:
         raise fields.error(
             f"{fields.where}: {config.num_experts_per_tok} experts a token are asked for, and a layer has"

@@ -20,11 +20,10 @@ from turbospark_mlx.errors import ConvertError
 from turbospark_mlx.families import routed
 from turbospark_mlx.families.fields import check_decided
 from turbospark_mlx.families.gpt_oss.config import GptOssConfig
+from turbospark_mlx.families.names import PREFIX, split_layer
 from turbospark_mlx.protocols import Dropped, ExpertSpec, Placement, Role, RoutedPart
 
-PREFIX = "language_model."
 _EMBEDDING, _HEAD, _NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _INSTALLED = {
     "self_attn.sinks": "self_attn.sinks.weight",
     "mlp.router.weight": "mlp.gate.weight",
@@ -95,15 +94,8 @@ def place(checkpoint_name: str, config: GptOssConfig) -> Placement | Dropped:
     if name in (_EMBEDDING, _HEAD, _NORM):
         role: Role = {_EMBEDDING: "embedding", _HEAD: "head"}.get(name, "vector")
         return Placement(PREFIX + name, role, name)
-    found = _LAYER.fullmatch(name)
-    if not found:
-        raise ConvertError(f"checkpoint: tensor {checkpoint_name!r} is not one of the gpt-oss family.")
-    number, suffix = int(found[1]), _PUBLISHED.get(found[2], found[2])
-    if number >= config.num_hidden_layers or str(number) != found[1]:
-        raise ConvertError(
-            f"checkpoint: tensor {checkpoint_name!r} is of layer {found[1]}; the configuration has"
-            f" {config.num_hidden_layers} layers."
-        )
+    number, suffix = split_layer(name, checkpoint_name, "gpt-oss", config.num_hidden_layers)
+    suffix = _PUBLISHED.get(suffix, suffix)
     path = f"model.layers.{number}.mlp.experts"
     if part := _routed(path, name, number, experts(config)[path]):
         return routed.placement(PREFIX, part)

@@ -26,8 +26,7 @@ from typing import Any
 from turbospark_mlx.errors import ConvertError, InstallError
 from turbospark_mlx.families.fields import MOST_LAYERS, Fields, check_decided
 from turbospark_mlx.families.rope import DEFAULT_THETA, RopeScaling, parse_rope, scaling_from_dict, scaling_to_dict
-
-FULL, SLIDING = "full_attention", "sliding_attention"
+from turbospark_mlx.families.windows import FULL, SLIDING, Windowed, check_attention, check_kinds, kinds_of_mask
 
 MODEL_TYPES = {
     "llama": "llama",
@@ -97,7 +96,7 @@ _UNKNOWN_CONTEXT = 4096
 
 
 @dataclass(frozen=True)
-class LlamaConfig:
+class LlamaConfig(Windowed):
     """One model of the family.
 
     ``model_type`` is the manifest's family string. ``attention_bias`` is about q, k and v; ``attention_output_bias``
@@ -137,16 +136,6 @@ class LlamaConfig:
     def routed_layers(self) -> list[int]:
         """The layers that have routed experts, in order."""
         return [n for n in range(self.num_hidden_layers) if n not in self.dense_layers] if self.num_experts else []
-
-    def slides(self, layer: int) -> bool:
-        """Whether this layer sees only the last ``sliding_window`` tokens."""
-        return self.layer_types[layer] == SLIDING
-
-    def kv_bytes(self, context: int, itemsize: int) -> int:
-        """Bytes that the caches of one sequence of ``context`` tokens take with elements of ``itemsize`` bytes."""
-        sliding = sum(map(self.slides, range(self.num_hidden_layers)))
-        rows = (self.num_hidden_layers - sliding) * context + sliding * min(context, self.sliding_window or 0)
-        return 2 * rows * self.num_key_value_heads * self.head_dim * itemsize
 
     def to_manifest(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The manifest's ``arch`` and the extension, both complete."""
@@ -311,10 +300,7 @@ def _windows(fields: Fields, spelling: str, layers: int) -> tuple[tuple[str, ...
         types = tuple(SLIDING if window is not None and i >= first else FULL for i in range(layers))
     if len(types) != layers:
         raise fields.error(f"{fields.where}: layer_types has {len(types)} entries; num_hidden_layers is {layers}.")
-    for entry in types:
-        if entry not in (FULL, SLIDING):
-            raise fields.error(f"{fields.where}: layer_types has {entry!r}; this family has {FULL} and {SLIDING}.")
-    if SLIDING not in types:
+    if SLIDING not in check_kinds(fields, types):
         return types, None
     if window is None:
         raise fields.refuse("sliding_window", f"layer_types has {SLIDING}, which needs a window.")
@@ -338,9 +324,7 @@ def config_from_manifest(arch: Mapping[str, Any], extension: Mapping[str, Any]) 
     head_dim = fields.size("headDim")
     kv_heads = fields.size("numKVHeads")
     theta = fields.number("ropeTheta", above=1.0)
-    mask = fields.items("fullAttentionLayerMask")
-    if any(isinstance(entry, bool) or entry not in (0, 1) for entry in mask):
-        raise fields.refuse("fullAttentionLayerMask", "this family has full (1) and sliding (0) layers.")
+    types = kinds_of_mask(fields)
     longest = fields.size("trainedContext", _UNKNOWN_CONTEXT)
     fixed = {
         **dict.fromkeys(_BEHAVIOUR_FLAGS, (False,)),
@@ -375,8 +359,8 @@ def config_from_manifest(arch: Mapping[str, Any], extension: Mapping[str, Any]) 
             rms_norm_eps=more.number("rms_norm_eps"),
             rope_theta=theta,
             rope_scaling=scaling_from_dict(more, "rope_scaling", head_dim, longest),
-            layer_types=tuple(FULL if entry else SLIDING for entry in mask),
-            sliding_window=fields.size("slidingWindow") if 0 in mask else None,
+            layer_types=types,
+            sliding_window=fields.size("slidingWindow") if SLIDING in types else None,
             attention_bias=more.flag("attention_bias"),
             attention_output_bias=more.flag("attention_output_bias"),
             mlp_bias=more.flag("mlp_bias"),
@@ -399,19 +383,7 @@ def _experts_of_manifest(fields: Fields, more: Fields, experts: int) -> dict[str
 
 def _checked(fields: Fields, config: LlamaConfig) -> LlamaConfig:
     """The same configuration, once its numbers fit each other."""
-    if config.num_attention_heads % config.num_key_value_heads:
-        raise fields.error(
-            f"{fields.where}: {config.num_attention_heads} attention heads cannot share"
-            f" {config.num_key_value_heads} key/value heads evenly."
-        )
-    if config.head_dim % 2:
-        raise fields.error(
-            f"{fields.where}: the head size is {config.head_dim}; rotary position embedding needs pairs."
-        )
-    if len(config.layer_types) != config.num_hidden_layers:
-        raise fields.error(
-            f"{fields.where}: {len(config.layer_types)} layer kinds are given for {config.num_hidden_layers} layers."
-        )
+    check_attention(fields, config)
     if config.num_experts_per_tok > config.num_experts:
         raise fields.error(
             f"{fields.where}: {config.num_experts_per_tok} experts a token are asked for, and a layer has"

@@ -13,18 +13,16 @@ everywhere but in its published and mlx checkpoints. Routed experts are at ``mlp
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 
 from turbospark_mlx.errors import ConvertError
 from turbospark_mlx.families import routed
 from turbospark_mlx.families.fields import check_decided
 from turbospark_mlx.families.llama.config import LlamaConfig
+from turbospark_mlx.families.names import PREFIX, split_layer
 from turbospark_mlx.protocols import Dropped, ExpertSpec, Placement, Role
 
-PREFIX = "language_model."
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _ROLES: dict[str, Role] = {"self_attn": "attention", "mlp": "shared_expert"}
 
 
@@ -96,15 +94,7 @@ def place(checkpoint_name: str, config: LlamaConfig) -> Placement | Dropped:
         return Placement(PREFIX + name, role, name)
     if name.endswith("rotary_emb.inv_freq"):
         return Dropped("rotary frequencies, which follow from the configuration")
-    found = _LAYER.fullmatch(name)
-    if not found:
-        raise ConvertError(f"checkpoint: tensor {checkpoint_name!r} is not one of the {config.model_type} family.")
-    number, suffix = int(found[1]), found[2]
-    if number >= config.num_hidden_layers or str(number) != found[1]:
-        raise ConvertError(
-            f"checkpoint: tensor {checkpoint_name!r} is of layer {found[1]}; the configuration has"
-            f" {config.num_hidden_layers} layers."
-        )
+    number, suffix = split_layer(name, checkpoint_name, config.model_type, config.num_hidden_layers)
     suffix = suffix.replace("block_sparse_moe.", "mlp.", 1)
     name = f"model.layers.{number}.{suffix}"
     base = f"model.layers.{number}.mlp"

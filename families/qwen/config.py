@@ -190,14 +190,11 @@ def config_from_hf(config: Mapping[str, Any]) -> QwenConfig:
     spelling = top.text("model_type")
     if spelling not in (*WRAPPED_TYPES, *TEXT_TYPES):
         raise top.refuse("model_type", f"this family runs {', '.join((*WRAPPED_TYPES, *TEXT_TYPES))}.")
-    fields = top.object("text_config") if top.has("text_config") else top
+    fields = top.decoder()
     routed = spelling in (WRAPPED_TYPES[1], TEXT_TYPES[1])
     inner = fields.text("model_type", spelling)
     if (inner in (WRAPPED_TYPES[1], TEXT_TYPES[1])) != routed or inner not in (*WRAPPED_TYPES, *TEXT_TYPES):
         raise fields.refuse("model_type", f"beside {spelling!r} outside.")
-    for key in ("vocab_size", "tie_word_embeddings"):
-        if top.has(key) and fields.has(key) and top.values[key] != fields.values[key]:
-            raise top.refuse(key, f"but in text_config it is {fields.values[key]!r}.")
     for key, harmless in _HARMLESS_VALUES.items():
         fields.allow_only(
             key, harmless, "this family does not implement it, and without it the model would be another."

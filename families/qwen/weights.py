@@ -17,19 +17,17 @@ configuration with the wrong ``centered_norms``.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from turbospark_mlx.errors import ConvertError
 from turbospark_mlx.families import routed
 from turbospark_mlx.families.fields import check_decided
+from turbospark_mlx.families.names import PREFIX, canonical, split_layer
 from turbospark_mlx.families.qwen.config import QwenConfig
 from turbospark_mlx.protocols import Dropped, ExpertSpec, Placement, Role
 
-PREFIX = "language_model."
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _CONVOLUTION = "linear_attn.conv1d.weight"
 _TOWERS = ("visual.", "vision_tower.")
 _ROUTERS = ("mlp.gate.weight", "mlp.shared_expert_gate.weight")
@@ -117,14 +115,6 @@ def expected(config: QwenConfig) -> Mapping[str, tuple[int, ...]]:
     return {PREFIX + name: shape for name, shape in shapes.items()}
 
 
-def _canonical(name: str) -> str:
-    """The module's name of a tensor of the decoder, from any spelling."""
-    for prefix, plain in (("model.language_model.", "model."), ("language_model.", "")):
-        if name.startswith(prefix):
-            return plain + name.removeprefix(prefix)
-    return name
-
-
 def _role(name: str, suffix: str, shape: tuple[int, ...]) -> Role:
     if len(shape) < 2 or suffix == _CONVOLUTION:
         return "vector"
@@ -145,22 +135,14 @@ def place(checkpoint_name: str, config: QwenConfig) -> Placement | Dropped:
     """
     if checkpoint_name.removeprefix("model.").startswith(_TOWERS):
         return Dropped("of the tower for images; text alone is run")
-    name = _canonical(checkpoint_name)
+    name = canonical(checkpoint_name)
     if name.startswith(("mtp.", "model.mtp.")):
         return Dropped("of the head that predicts several tokens, which is not run")
     if name == _HEAD and config.tie_word_embeddings:
         return Dropped("a copy of the tied embedding")
     shape, suffix = _top_shapes(config).get(name), ""
     if shape is None:
-        found = _LAYER.fullmatch(name)
-        if not found:
-            raise ConvertError(f"checkpoint: tensor {checkpoint_name!r} is not one of the qwen family.")
-        number, suffix = int(found[1]), found[2]
-        if number >= config.num_hidden_layers or str(number) != found[1]:
-            raise ConvertError(
-                f"checkpoint: tensor {checkpoint_name!r} is of layer {found[1]}; the configuration has"
-                f" {config.num_hidden_layers} layers."
-            )
+        number, suffix = split_layer(name, checkpoint_name, "qwen", config.num_hidden_layers)
         path = f"model.layers.{number}.mlp"
         spec = experts(config).get(f"{path}.switch_mlp")
         if spec and (part := routed.part_of(f"{path}.switch_mlp", f"{path}.experts", name, number, spec)):

@@ -12,14 +12,14 @@ from turbospark_mlx.families import family_for_model_type
 from turbospark_mlx.testing import tiny_config, tiny_weights
 
 
-def build(hf: dict, **options):
-    """A model of config.json ``hf``, loaded the way the loader does it: into the memory of evaluated parameters, so
-    that joint matrices stay joint."""
+def build(hf: dict, weights: dict[str, np.ndarray] | None = None, **options):
+    """A model of config.json ``hf`` with ``weights`` by checkpoint name, or with `tiny_weights`, loaded the way the
+    loader does it: into the memory of evaluated parameters, so that joint matrices stay joint."""
     family = family_for_model_type(hf["model_type"])
     config = family.config_from_hf(hf)
     model = families.package(family.name).Model(config, backend=backends.select("reference"), **options)
     mx.eval(model.parameters())
-    weights = tiny_weights(hf)
+    weights = weights or tiny_weights(hf)
     for name, array in tree_flatten(model.parameters()):
         np.array(array, copy=False)[...] = weights[name]
     return model

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
 
+from benchmarks.peers import mlx_lm_twin
 from tests.families import (
     reference_deepseek2,
     reference_gemma4,
     reference_gpt_oss,
     reference_llama,
+    reference_muse,
     reference_qwen,
+    reference_spark,
 )
 
 PROMPT = np.random.default_rng(11).integers(0, 320, 65).tolist()
@@ -71,37 +73,24 @@ FAMILIES = {
             "qwen3-moe": "qwen3_moe",
         },
     ),
+    "muse": Oracle(
+        reference=reference_muse.logits,
+        mlx_lm=dict.fromkeys(("muse-glimmer", "muse-glimmer-three-heads", "muse-glimmer-tied"), "muse_glimmer"),
+    ),
     "qwen": Oracle(
         reference=reference_qwen.logits,
         mlx_lm={"qwen3.5": "qwen3_5", "qwen3.5-moe": "qwen3_5_moe", "qwen3.5-tied": "qwen3_5"},
+    ),
+    "spark": Oracle(
+        reference=reference_spark.logits,
+        mlx_lm=dict.fromkeys(("spark", "spark-biases", "spark-one-key", "spark-full"), "spark2_5"),
     ),
 }
 
 
 def mlx_lm_model(module: str, config: dict, weights: dict):
     """mlx-lm's model of ``config`` with ``weights`` (numpy, by checkpoint name)."""
-    if module == "mixtral":
-        weights = {name.replace(".mlp.", ".block_sparse_moe."): array for name, array in weights.items()}
-    if module.startswith("qwen3_5"):
-        return _qwen(importlib.import_module(f"mlx_lm.models.{module}"), config, weights)
-    module = importlib.import_module(f"mlx_lm.models.{module}")
-    config = config.get("text_config", config)
-    model = module.Model(module.ModelArgs.from_dict(config))
-    arrays = {name: mx.array(a) for name, a in weights.items()}
-    if config["model_type"] == "deepseek_v3":
-        arrays = model.sanitize(arrays)
-    model.load_weights(list(arrays.items()))
-    return model
-
-
-def _qwen(module, config: dict, weights: dict):
-    """As mlx-lm loads a published checkpoint: it renames, adds 1 to norms and turns convolutions."""
-    tied = config["tie_word_embeddings"]
-    args = module.ModelArgs.from_dict({**config, "text_config": {**config["text_config"], "tie_word_embeddings": tied}})
-    model = module.Model(args)
-    published = {f"model.language_{n}" if n.startswith("model.") else n: mx.array(a) for n, a in weights.items()}
-    model.load_weights(list(model.sanitize(published).items()))
-    return model
+    return mlx_lm_twin({name: mx.array(array) for name, array in weights.items()}, config, module=module)
 
 
 def assert_close(ours, oracle, what: str = "") -> None:

@@ -27,6 +27,7 @@ def rotation(config: dict) -> tuple[np.ndarray, float]:
     )
     if block["truncate"]:
         low, high = np.floor(low), np.ceil(high)
+    low, high = max(low, 0.0), min(high, dim - 1.0)
     for pair in range(dim // 2):
         kept = 1 - min(1.0, max(0.0, (pair - low) / (high - low)))
         f = theta ** (-2 * pair / dim)

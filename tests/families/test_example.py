@@ -1,6 +1,7 @@
 """The example scripts run as they stand."""
 
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -42,6 +43,13 @@ def test_gpt_oss_runs_on_a_tiny_model_that_it_makes(variant, monkeypatch, capsys
     assert "streamed logits differ by 0;" in out
 
 
+def test_gemma4_runs_on_a_tiny_model_that_it_makes(monkeypatch, capsys):
+    out = run("gemma4.py", "--variant", "gemma4-moe", "--tokens", "6", monkeypatch=monkeypatch, capsys=capsys)
+    assert "layer  0: sees the last 8" in out
+    assert "values are its keys" in out
+    assert "after a rollback the logits differ by 0" in out
+
+
 def test_a_reader_that_goes_away_is_no_error():
     reader, writer = os.pipe()
     os.close(reader)
@@ -73,3 +81,25 @@ def test_recurrent_states_and_what_they_allow(variant, monkeypatch, capsys):
     assert "the same prompt again: 41 of 42 tokens are reused" in out
     assert "after a rollback the logits differ by 0" in out
     assert "0 of the first 20 tokens are reused" in out
+
+
+@pytest.mark.parametrize("variant", ["muse-glimmer", "muse-glimmer-tied"])
+def test_layers_without_positions_and_gates(variant, monkeypatch, capsys):
+    out = run("muse.py", "--variant", variant, "--tokens", "8", monkeypatch=monkeypatch, capsys=capsys)
+    assert out.count("knows no positions") == (1 if variant == "muse-glimmer" else 2)
+    assert out.count("% open") == 4
+    assert "after a rollback the logits differ by 0" in out
+    reused, prompt = re.search(r"the same prompt again: (\d+) of (\d+) tokens are reused", out).groups()
+    assert int(reused) == int(prompt) - 1
+
+
+@pytest.mark.parametrize("variant", ["spark", "spark-biases"])
+def test_spark_shows_windows_and_gates(variant, monkeypatch, capsys):
+    out = run("spark.py", "--variant", variant, "--tokens", "6", monkeypatch=monkeypatch, capsys=capsys)
+    assert out.count("sees the last 8") == (3 if variant == "spark" else 2)
+    assert "sees all" in out
+    heads = 4 if variant == "spark" else 6
+    gates = [line for line in out.splitlines() if "gates of heads" in line]
+    assert gates
+    assert all(line.count(", ") == heads - 1 for line in gates)
+    assert "after a rollback the logits differ by 0" in out

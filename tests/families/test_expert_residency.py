@@ -110,6 +110,7 @@ def test_a_read_error_in_the_middle_of_a_token(install, monkeypatch):
 
 def test_a_loaded_model_keeps_its_files_as_long_as_it_lives(install):
     path = install("llama", "mixtral")
+    gc.collect()  # of what tests before this one left open
     before = len(os.listdir("/dev/fd"))
     model, tokenizer = load(path, expert_slots=2)
     streamed = generate(model, tokenizer, PROMPT, max_tokens=5)

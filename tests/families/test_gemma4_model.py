@@ -9,7 +9,7 @@ import pytest
 
 from tests.families import reference_gemma4
 from tests.families.models import build, config_of, model_of, weights_of
-from tests.families.oracles import PROMPT, assert_close
+from tests.families.oracles import FAMILIES, PROMPT, assert_close
 from turbospark_mlx.errors import ConvertError, OptionError
 from turbospark_mlx.families.gemma4 import FAMILY
 from turbospark_mlx.families.layers import RMSNorm, RoPE
@@ -162,6 +162,14 @@ def test_a_router_weights_by_its_experts_scales():
     assert np.abs(np.array(weights.sum(axis=-1)) - 1).max() > 1e-2
     scaled, _ = router(1000 * x)
     assert scaled.tolist() == indices.tolist()
+
+
+@pytest.mark.parametrize("variant", variants("gemma4"))
+def test_the_tensor_without_effect_is_the_oracles(variant):
+    config = config_of("gemma4", variant)
+    names = {FAMILY.place(name, config).checkpoint_name for name in FAMILY.unused(config)}
+    assert names == FAMILIES["gemma4"].cancelled(tiny_config("gemma4", variant))
+    assert FAMILY.unused(config).keys() <= FAMILY.expected(config).keys()
 
 
 def test_an_undecided_head():

@@ -1,12 +1,8 @@
 """Harmony, gpt-oss's way to write a conversation: its prompt, and where an answer ends."""
 
-import json
-
 import pytest
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
-from tokenizers import Tokenizer as Backend
 
-from turbospark_mlx.tokenizer import Tokenizer
+from tests.families.chat_tokenizers import byte_tokenizer
 
 SPECIAL = {
     "<|startoftext|>": 199998,
@@ -48,20 +44,9 @@ TEMPLATE = """\
 
 
 def make(*, template=TEMPLATE, eos=200002, generation=(200002, 199999, 200012)):
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Backend(models.BPE({**{letter: i for i, letter in enumerate(letters)}, **SPECIAL}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
-    files = {
-        "tokenizer.json": backend.to_str().encode(),
-        "tokenizer_config.json": json.dumps({"eos_token": "<|return|>", "pad_token": "<|endoftext|>"}).encode(),
-        "config.json": json.dumps({"model_type": "gpt_oss", "eos_token_id": eos}).encode(),
-        "chat_template.jinja": template.encode(),
-    }
-    if generation:
-        files["generation_config.json"] = json.dumps({"eos_token_id": list(generation)}).encode()
-    return Tokenizer.from_files(files)
+    config = {"model_type": "gpt_oss", "eos_token_id": eos}
+    named = {"eos_token": "<|return|>", "pad_token": "<|endoftext|>"}
+    return byte_tokenizer(SPECIAL, template, config, named, generation)
 
 
 @pytest.mark.parametrize("generation", [(200002, 199999, 200012), ()])

@@ -237,7 +237,7 @@ def test_names_map_to_themselves_and_back(family, variant):
         assert registered.place(place.checkpoint_name, config) == place
         assert place.checkpoint_name in parameters
         assert weights_of(family, variant)[place.checkpoint_name].shape == shape
-        assert (place.role == "vector") == (len(shape) == 1 or ".conv1d." in name)
+        assert (place.role == "vector") == (len(shape) == 1 or ".conv1d." in name or ".g_proj." in name)
 
 
 @each_variant

@@ -5,10 +5,11 @@ import math
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.models.cache import ArraysCache
 
 from tests.families import reference_qwen
 from tests.families.models import model_of, weights_of
-from tests.families.oracles import PROMPT, assert_close
+from tests.families.oracles import FAMILIES, PROMPT, assert_close, mlx_lm_model
 from turbospark_mlx.cache import RecurrentState
 from turbospark_mlx.families.qwen.delta import CHUNK, delta_chunks, delta_step, unit
 from turbospark_mlx.runner import Runner
@@ -158,3 +159,21 @@ def test_a_decode_step_says_why_it_is_not_one_piece(tmp_path):
         runner.prefill(PROMPT[:3])
         runner.decode(1)
         assert "one operation after the other" in runner.report().decode_step
+
+
+@pytest.mark.parametrize("variant", FAMILIES["qwen"].mlx_lm)
+@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 7, 65])
+def test_states_are_mlx_lms(variant, chunk):
+    """Close, behind each chunk; so are the rows that the convolution needs again."""
+    model, peer = (
+        model_of("qwen", variant),
+        mlx_lm_model(FAMILIES["qwen"].mlx_lm[variant], tiny_config("qwen", variant), weights_of("qwen", variant)),
+    )
+    caches, theirs = model.make_cache(), peer.make_cache()
+    for start in range(0, 65, chunk):
+        tokens = mx.array([PROMPT[start : start + chunk]])
+        model(tokens, cache=caches)
+        peer(tokens, cache=theirs)
+        for ours, other in zip(states(caches), (c for c in theirs if isinstance(c, ArraysCache)), strict=True):
+            assert_close(ours[0], other[0], f"rows, {start}")
+            assert_close(mx.flatten(ours[1], 1, -3), other[1], f"state, {start}")

@@ -1,4 +1,4 @@
-"""Installs with routed experts, of Gemma 4 and of Qwen 3.5: converter, packed files, loader, logits."""
+"""Installs with routed experts, of Gemma 4, Qwen 3.5 and Muse Glimmer: converter, packed files, loader, logits."""
 
 import json
 import shutil
@@ -31,6 +31,9 @@ EVERY += [
     ("deepseek2", "deepseek-v2"),
     ("qwen", "qwen3.5"),
     ("qwen", "qwen3.5-tied"),
+    ("muse", "muse-glimmer"),
+    ("muse", "muse-glimmer-three-heads"),
+    ("muse", "muse-glimmer-tied"),
 ]
 NUMPY = {"bfloat16": np.uint16, "float16": np.float16, "float32": np.float32}
 

@@ -209,3 +209,17 @@ def test_info_hashes_nothing(tmp_path):
     directory = handmade.rust_dense().write(tmp_path / "i.gturbo")
     flip(directory / "model_weights.bin")
     assert command(info, directory) == 0
+
+
+def test_info_lists_what_no_logit_depends_on(tmp_path, capsys):
+    from turbospark_mlx.testing import make_tiny_install
+
+    for family, variant, expected in (
+        ("gemma4", "gemma4-dense", ["language_model.model.layers.2.layer_scalar"]),
+        ("llama", "llama", []),
+    ):
+        path = make_tiny_install(family, tmp_path / f"{variant}.gturbo", variant=variant)
+        assert command(info, path, "--json") == 0
+        assert list(json.loads(capsys.readouterr().out)["unused"]) == expected
+        assert command(info, path) == 0
+        assert ("without effect on any logit" in capsys.readouterr().out) == bool(expected)

@@ -59,7 +59,7 @@ def gated(gate: np.ndarray, up: np.ndarray, activation: str, limit: float | None
     if activation == "clamped_swiglu":
         gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
         return gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
-    return gate / (1 + np.exp(-gate)) * up
+    return (1 if activation == "sigmoid" else gate) / (1 + np.exp(-gate)) * up
 
 
 def relative_error(found: mx.array, expected: np.ndarray) -> float:

@@ -66,6 +66,20 @@ def test_every_variant(calls, name, number):
     assert {path for _, path in backend.counters} == {"kernel"}
 
 
+@pytest.mark.parametrize("name", [EMULATED, METAL])
+def test_a_float32_residual_stream_is_added_to_without_rounding(name):
+    """What is added to 10000 is far below the steps of bfloat16 there, which is what is multiplied."""
+    sizes = (1, 128, 45, 4, 64, mx.bfloat16, mx.bfloat16)
+    around = {"residual": (1, 45), "stream": mx.float32}
+    arrays = affine(backends.select("reference"), *sizes, **around)[1]
+    arrays[-1] = arrays[-1] + 10000
+    found = affine(chosen(name), *sizes, **around)[0](*arrays)
+    product = reference(affine(backends.select("reference"), *sizes)[0], arrays[:-1])[0]
+    assert found.dtype == mx.float32
+    assert np.abs(product).max() < 64
+    assert np.abs(np.array(found - arrays[-1]) - product).max() < 1e-2 * np.abs(product).max()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 3, 8])
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])

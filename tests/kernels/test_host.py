@@ -18,7 +18,7 @@ from tests.kernels import oracle
 from tests.kernels.oracle import normal
 from tests.kernels.test_reference_ops import check_greedy_head
 from turbospark_mlx import custom_kernels as ck
-from turbospark_mlx.custom_kernels import affine, gemv, rotary, sdpa
+from turbospark_mlx.custom_kernels import affine, gated, gemv, rotary, sdpa
 from turbospark_mlx.custom_kernels.append_attention import append_attention_reference
 from turbospark_mlx.custom_kernels.append_attention import plan as plan_fused
 from turbospark_mlx.custom_kernels.backends import blas, compiler, host
@@ -111,7 +111,9 @@ def test_what_stands_around_the_product(backend, rng, columns, rows):
     assert {path for _, path in backend.counters} == {"kernel"}
 
 
-@pytest.mark.parametrize(("activation", "limit"), [("gelu_tanh", None), ("gelu_erf", None), ("clamped_swiglu", 1.5)])
+@pytest.mark.parametrize(
+    ("activation", "limit"), [("gelu_tanh", None), ("gelu_erf", None), ("clamped_swiglu", 1.5), ("sigmoid", None)]
+)
 @pytest.mark.parametrize("rows", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_gated_products(backend, rng, rows, activation, limit):
     matrix = oracle.random_affine(rng, 2 * 37, 96, 4, 32, mx.float16)
@@ -124,12 +126,26 @@ def test_gated_products(backend, rng, rows, activation, limit):
     assert backend.counters == {("gated_affine_matmul", "kernel"): 1}
 
 
-@pytest.mark.parametrize("softcap", [0.5, 1e4])
-def test_a_softcapped_head(backend, rng, softcap):
+@pytest.mark.parametrize(("activation", "limit"), [("sigmoid", None), ("gelu_erf", None), ("clamped_swiglu", 1.5)])
+def test_one_gate_for_several_neighbours(backend, rng, activation, limit):
+    """As a gate of a whole head: each of 5 is for 7 values."""
+    gate, up = normal(rng, 2, 3, 5) * 3, normal(rng, 2, 3, 35)
+    expected = oracle.gated(np.repeat(oracle.float64(gate), 7, axis=-1), oracle.float64(up), activation, limit)
+    options = {"activation": activation, "limit": limit}
+    assert oracle.relative_error(ck.gated_product(gate, up, **options, backend=backend), expected) < 1e-6
+    assert oracle.relative_error(gated.gated_product_reference(gate, up, **options), expected) < 1e-6
+    assert backend.counters == {("gated_product", "kernel"): 1}
+    for wrong in (up[..., :34], up[:1], up[..., :0]):
+        with pytest.raises(OptionError, match=r"they are \[\.\.\., D\] and \[\.\.\., D \* S\]"):
+            ck.gated_product(gate, wrong, **options, backend=backend)
+
+
+@pytest.mark.parametrize(("softcap", "scale"), [(0.5, 1.0), (1e4, 1.0), (3.0, 0.2)])
+def test_a_softcapped_head(backend, rng, softcap, scale):
     matrix = oracle.random_affine(rng, 301, 96, 8, 32, mx.float16)
     x = normal(rng, 1, 96)
-    expected = softcap * np.tanh(oracle.float64(x) @ oracle.unpack(*matrix, 8, 32).T / softcap)
-    y = ck.affine_matmul(x, *matrix, bits=8, group_size=32, softcap=softcap, backend=backend)
+    expected = softcap * np.tanh(scale * oracle.float64(x) @ oracle.unpack(*matrix, 8, 32).T / softcap)
+    y = ck.affine_matmul(x, *matrix, bits=8, group_size=32, scale=scale, softcap=softcap, backend=backend)
     assert oracle.relative_error(y, expected) < 1e-5
     assert backend.counters == {("affine_matmul", "kernel"): 1}
 
@@ -162,7 +178,8 @@ def test_matrices_in_half_precision(backend, rng, rows, columns, dtype):
 @pytest.mark.parametrize("columns", [32, 1056, 1792, 4096, 14336, 14432, 28672])
 def test_what_a_gpu_stages_fits_and_its_tiles_follow_without_a_gap(name, dtype, columns):
     for rows in (n for n in gemv.TOGETHER[name] if gemv.fits(name, n, columns, dtype)):
-        call = gemv.plan(name, (rows, columns), rows, 100, 4, 32, gemv.Form(), mx.float16, dtype, None, None)
+        kinds = gemv.Dtypes.alike(dtype)
+        call = gemv.plan(name, (rows, columns), rows, 100, 4, 32, gemv.Form(), mx.float16, kinds, None, None)
         sizes = dict(call.template)
         steps = -(-sizes["TILE"] // 32)
         assert 0 < sizes["TILE"] <= columns // 32
@@ -215,27 +232,33 @@ def epilogue(qkv, rotation, heads, kv_heads, q_norm=None, k_norm=None, eps=None)
     def rotated(head, norm):
         if norm is not None:
             head = head / np.sqrt((head**2).mean(-1, keepdims=True) + eps) * norm
-        first, second = np.split(head, 2, axis=-1)
-        z = (first + 1j * second) * turn
-        return np.concatenate([z.real, z.imag], axis=-1)
+        pairs = turn.shape[1]
+        z = (head[..., :pairs] + 1j * head[..., pairs : 2 * pairs]) * turn
+        return np.concatenate([z.real, z.imag, head[..., 2 * pairs :]], axis=-1)
 
     q = np.stack([rotated(split[:, :, h], q_norm) for h in range(heads)], axis=1)
     k = np.stack([rotated(split[:, :, heads + h], k_norm) for h in range(kv_heads)], axis=1)
     return q, np.stack([k, split[:, :, heads + kv_heads :].swapaxes(1, 2)])
 
 
-@pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize(("batch", "length", "heads", "kv_heads", "head_dim"), [(1, 1, 9, 3, 64), (2, 5, 4, 1, 10)])
-def test_qkv_epilogue(backend, rng, batch, length, heads, kv_heads, head_dim, normed):
+@pytest.mark.parametrize("normed", ["not", "learned", "plain"])
+@pytest.mark.parametrize(
+    ("batch", "length", "heads", "kv_heads", "head_dim", "pairs"),
+    [(1, 1, 9, 3, 64, 32), (2, 5, 4, 1, 10, 5), (2, 3, 4, 2, 11, 3)],
+)
+def test_qkv_epilogue(backend, rng, batch, length, heads, kv_heads, head_dim, pairs, normed):
+    """Heads turn as a whole, or in their first dimensions."""
     qkv = normal(rng, batch, length, (heads + 2 * kv_heads) * head_dim)
-    frequencies = 10000.0 ** (-np.arange(head_dim // 2) / (head_dim // 2))
+    frequencies = 10000.0 ** (-np.arange(pairs) / pairs)
     rotation = mx.array(ck.rotation_table(frequencies, 7, length))
     angle = np.arange(7, 7 + length)[:, None] * frequencies
     assert oracle.relative_error(rotation, np.stack([np.cos(angle), np.sin(angle)], axis=-1)) < 1e-6
-    options = {}
-    if normed:
+    options, wide = {}, {}
+    if normed == "learned":
         options = {"q_norm": normal(rng, head_dim, dtype=mx.float16), "k_norm": normal(rng, head_dim), "eps": 0.3}
-    wide = {name: value if name == "eps" else oracle.float64(value) for name, value in options.items()}
+        wide = {name: value if name == "eps" else oracle.float64(value) for name, value in options.items()}
+    elif normed == "plain":
+        options, wide = {"head_norm": True, "eps": 0.3}, {"q_norm": 1.0, "k_norm": 1.0, "eps": 0.3}
     expected = epilogue(oracle.float64(qkv), oracle.float64(rotation), heads, kv_heads, **wide)
     sizes = {"heads": heads, "kv_heads": kv_heads}
     for found in (
@@ -304,8 +327,16 @@ def test_qkv_epilogue_refuses_what_does_not_fit(backend):
         ck.qkv_epilogue(mx.zeros((1, 1, 64)), table, heads=4, kv_heads=2, q_norm=mx.zeros(8), backend=backend)
     with pytest.raises(OptionError, match="belong together"):
         ck.qkv_epilogue(mx.zeros((1, 1, 64)), table, heads=4, kv_heads=2, value_norm=True, backend=backend)
+    with pytest.raises(OptionError, match="belong together"):
+        ck.qkv_epilogue(mx.zeros((1, 1, 64)), table, heads=4, kv_heads=2, head_norm=True, backend=backend)
+    norms = {"q_norm": mx.zeros(8), "k_norm": mx.zeros(8), "eps": 1e-5, "head_norm": True}
+    with pytest.raises(OptionError, match="head_norm is a norm without weights"):
+        ck.qkv_epilogue(mx.zeros((1, 1, 64)), table, heads=4, kv_heads=2, **norms, backend=backend)
     with pytest.raises(OptionError, match=r"4 \+ 1 \* 2 heads"):
         ck.qkv_epilogue(mx.zeros((1, 1, 64)), table, heads=4, kv_heads=2, shared_values=True, backend=backend)
+    for wide in (mx.zeros((1, 5, 2)), mx.zeros((1, 0, 2)), mx.zeros((1, 4, 3)), mx.zeros((4, 2))):
+        with pytest.raises(OptionError, match="P at most D / 2"):
+            ck.qkv_epilogue(mx.zeros((1, 1, 64)), wide, heads=4, kv_heads=2, backend=backend)
 
 
 def test_rows_do_not_depend_on_the_number_of_threads(backend, rng, monkeypatch):
@@ -383,7 +414,7 @@ extern "C" void many(const float* x, float* y, int n) { for (int i = 0; i < n; +
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_cpu_without_our_vector_instructions(backend, rng, bits, monkeypatch):
     written = host.source_text
-    monkeypatch.setattr(host, "source_text", lambda call: "#undef __AVX2__\n#undef __F16C__\n" + written(call))
+    monkeypatch.setattr(host, "source_text", lambda call: "#undef __FLT16_MAX__\n" + written(call))
     matrix = oracle.random_affine(rng, 37, 160, bits, 32, mx.float16)
     x = normal(rng, 1, 160)
     y = ck.affine_matmul(x, *matrix, bits=bits, group_size=32, backend=backend)
@@ -660,14 +691,17 @@ def test_packed_words_may_begin_at_any_word(backend, rng, bits):
 
 
 @pytest.mark.parametrize(("position", "capacity"), [(0, 3), (5, 9), (11, 4), (40, 41)])
-@pytest.mark.parametrize("form", ["plain", "normed", "sinks"])
+@pytest.mark.parametrize("form", ["plain", "normed", "head_norm", "sinks", "partial"])
 def test_the_fused_launch_is_append_and_attention(backend, rng, position, capacity, form):
     heads, kv_heads, head_dim = 6, 3, 64
     qkv = normal(rng, 2, 1, (heads + 2 * kv_heads) * head_dim)
-    rotation = mx.array(ck.rotation_table(10000.0 ** (-np.arange(32) / 32), position, 1))
+    pairs = 5 if form == "partial" else 32
+    rotation = mx.array(ck.rotation_table(10000.0 ** (-np.arange(pairs) / pairs), position, 1))
     sizes, options = {"heads": heads, "kv_heads": kv_heads}, {"scale": 0.2}
     if form == "normed":
         sizes |= {"q_norm": normal(rng, head_dim), "k_norm": normal(rng, head_dim), "eps": 0.3}
+    if form == "head_norm":
+        sizes |= {"head_norm": True, "eps": 0.3}
     if form == "sinks":
         options["sinks"] = normal(rng, heads)
     cache, start = normal(rng, 2, 2, kv_heads, capacity, head_dim), mx.array([position], mx.int32)
@@ -676,7 +710,8 @@ def test_the_fused_launch_is_append_and_attention(backend, rng, position, capaci
     norms = [sizes.get(name) for name in ("q_norm", "k_norm")]
     arrays = (*norms, options.get("sinks"))
     dtypes = (None if array is None else array.dtype for array in arrays)
-    call = plan_fused("host", 2, heads, kv_heads, head_dim, 0.2, sizes.get("eps", 0.0), mx.float32, *dtypes)
+    widths = (heads, kv_heads, head_dim, pairs)
+    call = plan_fused("host", 2, *widths, 0.2, sizes.get("eps", 0.0), mx.float32, *dtypes, form == "head_norm")
     # Row ``position`` is hidden until it is written, and rows after it always are.
     unwritten = np.arange(capacity) >= (position if position < capacity else capacity)
     np.array(cache, copy=False)[:, :, :, unwritten] = np.nan

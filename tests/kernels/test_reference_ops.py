@@ -173,7 +173,8 @@ def test_affine_embedding(backend, rng, bits):
 
 
 @pytest.mark.parametrize(
-    ("activation", "limit"), [("silu", None), ("gelu_tanh", None), ("gelu_erf", None), ("clamped_swiglu", 1.5)]
+    ("activation", "limit"),
+    [("silu", None), ("gelu_tanh", None), ("gelu_erf", None), ("clamped_swiglu", 1.5), ("sigmoid", None)],
 )
 @pytest.mark.parametrize("rows", [1, 9])
 def test_gated_affine_matmul(backend, rng, rows, activation, limit):
@@ -188,19 +189,19 @@ def test_gated_affine_matmul(backend, rng, rows, activation, limit):
 
 
 @pytest.mark.parametrize("rows", [1, 9])
-def test_softcap_stands_between_the_bias_and_the_residual(backend, rng, rows):
+def test_scale_and_softcap_stand_between_the_bias_and_the_residual(backend, rng, rows):
     matrix = oracle.random_affine(rng, 45, 96, 4, 32, mx.float16)
     x, bias, residual = normal(rng, rows, 96), normal(rng, 45) * 5, normal(rng, rows, 45)
     product = oracle.float64(x) @ oracle.unpack(*matrix, 4, 32).T + oracle.float64(bias)
-    expected = 3 * np.tanh(product / 3) + oracle.float64(residual)
-    options = {"bits": 4, "group_size": 32, "bias": bias, "residual": residual, "softcap": 3.0}
-    for y in (
-        ck.affine_matmul(x, *matrix, **options, backend=backend),
-        affine.affine_matmul_reference(x, *matrix, **options),
-    ):
-        assert oracle.relative_error(y, expected) < 1e-5
+    options = {"bits": 4, "group_size": 32, "bias": bias, "residual": residual, "scale": 0.25}
+    for more, capped in (({}, 0.25 * product), ({"softcap": 3.0}, 3 * np.tanh(0.25 * product / 3))):
+        for y in (
+            ck.affine_matmul(x, *matrix, **options, **more, backend=backend),
+            affine.affine_matmul_reference(x, *matrix, **options, **more),
+        ):
+            assert oracle.relative_error(y, capped + oracle.float64(residual)) < 1e-5
     with pytest.raises(OptionError, match="softcap is 0"):
-        ck.affine_matmul(x, *matrix, **(options | {"softcap": 0.0}), backend=backend)
+        ck.affine_matmul(x, *matrix, **options, softcap=0.0, backend=backend)
 
 
 @pytest.mark.parametrize("rows", [1, 9])

@@ -31,14 +31,37 @@ def packed(rows, columns, bits, group_size, companions):
     return [words, normal(*groups, dtype=companions, scale=0.5**bits), normal(*groups, dtype=companions)]
 
 
+def in_dtype(backend, dtype):
+    """The option that brings a wide residual stream to ``dtype``. On a CPU all is float32."""
+    return {"dtype": dtype} if backend.device == "gpu" else {}
+
+
 def affine(
-    backend, rows, columns, out, bits, group_size, dtype, companions, *, op=ck.affine_matmul, more=None, **arrays
+    backend,
+    rows,
+    columns,
+    out,
+    bits,
+    group_size,
+    dtype,
+    companions,
+    *,
+    op=ck.affine_matmul,
+    more=None,
+    stream=None,
+    **arrays,
 ):
-    """One product as (function, example arrays); ``arrays`` are shapes of optional inputs, ``more`` plain options."""
+    """One product as (function, example arrays); ``arrays`` are shapes of optional inputs, ``more`` plain options.
+    ``stream`` is the dtype of the residual stream, from which x comes where it is normalized."""
     optional = {name: normal(*shape, dtype=dtype) for name, shape in arrays.items()}
     matrix = packed(out, columns, bits, group_size, companions)
-    parts = [normal(rows, columns, dtype=dtype), *matrix, *optional.values()]
-    more = (more or {}) | ({"eps": 1e-5} if "norm_weight" in optional else {})
+    x_dtype, more = dtype, dict(more or {})
+    if stream is not None and "residual" in optional:
+        optional["residual"] = optional["residual"].astype(stream)
+    if stream is not None and "norm_weight" in optional:
+        x_dtype, more = stream, more | in_dtype(backend, dtype)
+    parts = [normal(rows, columns, dtype=x_dtype), *matrix, *optional.values()]
+    more = more | ({"eps": 1e-5} if "norm_weight" in optional else {})
 
     def call(x, weight, scales, biases, *rest):
         named = dict(zip(optional, rest, strict=True)) | more
@@ -72,9 +95,10 @@ def attend(backend, heads, kv_heads, length, keys, head_dim, value_dim, dtype, k
     return call, arrays
 
 
-def elementwise(backend, shape, activation, dtype):
+def elementwise(backend, shape, activation, dtype, *, share=1):
     options = {"activation": activation} | ({"limit": 0.5} if activation == "clamped_swiglu" else {})
-    arrays = [normal(*shape, dtype=dtype), normal(*shape, dtype=mx.float32)]
+    wide = (*shape[:-1], shape[-1] * share)
+    arrays = [normal(*shape, dtype=dtype), normal(*wide, dtype=mx.float32)]
     return partial(ck.gated_product, **options, backend=backend), arrays
 
 
@@ -89,16 +113,17 @@ def look_up(backend, count, bits, group_size, dtype, **more):
     return call, arrays
 
 
-def epilogue(backend, length, heads, kv_heads, head_dim, dtype, *, normed):
-    norms = [normal(head_dim, dtype=dtype)] * (2 if normed else 0)
+def epilogue(backend, length, heads, kv_heads, head_dim, dtype, *, normed, learned=True, pairs=None):
+    norms = [normal(head_dim, dtype=dtype)] * (2 if normed and learned else 0)
+    more = {"eps": 1e-6, "head_norm": not learned} if normed else {}
     arrays = [
         normal(1, length, (heads + 2 * kv_heads) * head_dim, dtype=dtype),
-        normal(length, head_dim // 2, 2),
+        normal(length, pairs or head_dim // 2, 2),
         *norms,
     ]
 
     def call(qkv, rotation, *weights):
-        named = dict(zip(("q_norm", "k_norm"), weights, strict=False)) | ({"eps": 1e-6} if normed else {})
+        named = dict(zip(("q_norm", "k_norm"), weights, strict=False)) | more
         return ck.qkv_epilogue(qkv, rotation, heads=heads, kv_heads=kv_heads, **named, backend=backend)
 
     return call, arrays
@@ -127,6 +152,7 @@ def norms(backend, shape, dtype, weight_dtype):
     x, weight, stream = normal(*shape, dtype=dtype), normal(*shape[-1:], dtype=weight_dtype), normal(*shape)
     options = {"eps": 1e-6, "backend": backend}
     yield partial(ck.rms_norm, weight=None, **options), [x]
+    yield partial(ck.rms_norm, **in_dtype(backend, dtype), **options), [stream, weight]
     for centered in (False, True):
         yield partial(ck.rms_norm, centered=centered, **options), [x, weight]
         yield partial(ck.add_rms_norm, centered=centered, **options), [x, stream, weight]
@@ -141,22 +167,38 @@ def norms(backend, shape, dtype, weight_dtype):
     yield partial(ck.rms_norm_add, scale=0.375, **options), [x, weight, stream]
 
 
-def step(backend, length, capacity, start, head_dim, dtype, *, window=None, normed=False, sinks=False):
+def step(
+    backend,
+    length,
+    capacity,
+    start,
+    head_dim,
+    dtype,
+    *,
+    window=None,
+    normed=False,
+    learned=True,
+    sinks=False,
+    pairs=None,
+):
     """Attention of a decode step over a cache that the rows are first written into, in place."""
     sizes, options = {"heads": 4, "kv_heads": 2}, {"scale": 0.125, "mask": "causal", "window": window}
-    optional = {"q_norm": normal(head_dim, dtype=dtype), "k_norm": normal(head_dim, dtype=dtype)} if normed else {}
+    norms = ("q_norm", "k_norm") if normed and learned else ()
+    optional = {name: normal(head_dim, dtype=dtype) for name in norms}
+    if normed:
+        options |= {"eps": 1e-6, "head_norm": not learned}
     if sinks:
         optional["sinks"] = normal(4, dtype=dtype)
     arrays = [
         normal(1, length, 8 * head_dim, dtype=dtype),
-        normal(length, head_dim // 2, 2),
+        normal(length, pairs or head_dim // 2, 2),
         normal(2, 1, 2, capacity, head_dim, dtype=dtype),
         mx.array([start], dtype=mx.int32),
         *optional.values(),
     ]
 
     def call(qkv, rotation, cache, start, *rest):
-        named = sizes | options | dict(zip(optional, rest, strict=True)) | ({"eps": 1e-6} if normed else {})
+        named = sizes | options | dict(zip(optional, rest, strict=True))
         if not ck.appends(qkv, backend):
             return append_attention_reference(qkv, rotation, cache, start, **named)
         cache = cache + 0  # the test's own is not to change
@@ -290,11 +332,16 @@ def variants(backend: Backend) -> Iterator[Call]:
     yield affine(
         backend, 1, 576, 960, 4, 32, mx.float16, mx.float16, norm_weight=(576,), bias=(960,), residual=(1, 960)
     )
+    for dtype in DTYPES[:2]:
+        wide = {"op": ck.gated_affine_matmul, "more": {"activation": "gelu_erf"}, "stream": mx.float32}
+        yield affine(backend, 1, 2560, 42, 4, 64, dtype, mx.bfloat16, norm_weight=(2560,), **wide)
+        yield affine(backend, 3, 2560, 42, 4, 64, dtype, mx.bfloat16, residual=(3, 42), stream=mx.float32)
     for activation in gemv.ACTIVATIONS[1:]:
         more = {"activation": activation} | ({"limit": 7.0} if activation == "clamped_swiglu" else {})
         options = {"op": ck.gated_affine_matmul, "more": more, "bias": (42,)}
         yield affine(backend, 1, 2880, 42, 4, 64, mx.bfloat16, mx.bfloat16, **options)
     yield affine(backend, 1, 2560, 42, 4, 64, mx.bfloat16, mx.bfloat16, more={"softcap": 30.0})
+    yield affine(backend, 1, 6656, 42, 4, 64, mx.bfloat16, mx.bfloat16, more={"scale": 0.2, "softcap": 20.0})
     for rows in (1, 3, 8):
         yield dense(backend, rows, 1023, 130, mx.float16, mx.bfloat16, biased=True)
         yield dense(backend, rows, 128, 64, mx.bfloat16, mx.float32, biased=False)
@@ -307,6 +354,8 @@ def variants(backend: Backend) -> Iterator[Call]:
     for dtype in DTYPES:
         yield epilogue(backend, 1, 32, 8, 128, dtype, normed=False)
         yield epilogue(backend, 3, 4, 2, 64, dtype, normed=True)
+        yield epilogue(backend, 2, 32, 2, 128, dtype, normed=True, learned=False)
+        yield epilogue(backend, 2, 16, 4, 256, dtype, normed=False, pairs=32)
         yield value_epilogue(backend, 1, 16, 8, 256, dtype, shared_values=False)
         yield value_epilogue(backend, 3, 4, 2, 512, dtype, shared_values=True)
         yield value_epilogue(backend, 2, 8, 0, 64, dtype, shared_values=False)
@@ -323,6 +372,7 @@ def variants(backend: Backend) -> Iterator[Call]:
     for dtype in DTYPES:
         for activation in gemv.ACTIVATIONS:
             yield elementwise(backend, (1, 3, 257), activation, dtype)
+        yield elementwise(backend, (1, 3, 16), "sigmoid", dtype, share=256)
     for rows in (1, 8):
         yield router(backend, rows, None, 128, 8, mx.float32, mx.bfloat16, normalize=True, arounds=True, scale=2.5)
         yield router(backend, rows, 64, 8, 2, mx.float32, mx.bfloat16, normalize=True)
@@ -339,7 +389,9 @@ def variants(backend: Backend) -> Iterator[Call]:
     for dtype in DTYPES:
         yield step(backend, 1, 40, 21, 64, dtype)
         yield step(backend, 1, 300, 290, 128, dtype, normed=True)
+        yield step(backend, 1, 300, 290, 128, dtype, normed=True, learned=False)
         yield step(backend, 1, 17, 40, 80, dtype, sinks=True)
+        yield step(backend, 1, 40, 21, 256, dtype, pairs=32)
         yield step(backend, 1, 1100, 1050, 128, dtype)
         yield step(backend, 3, 40, 30, 64, dtype, window=9)
         yield latents(backend, 4, (128, 64, 512, 128), 1, 70, 60, (4, 64), dtype)
@@ -380,6 +432,8 @@ def awkward(backend: Backend) -> Iterator[Call]:
             yield affine(backend, 3, 256, 3000, 8, 64, dtype, mx.bfloat16, op=ck.greedy_head, norm_weight=(256,))
         yield dense(backend, 5, 1023, 130, dtype, mx.bfloat16 if dtype == mx.float16 else mx.float16, biased=True)
         gated = {"op": ck.gated_affine_matmul}
+        wide = {"norm_weight": (14336,), "residual": (5, 514), "stream": mx.float32}
+        yield affine(backend, 5, 14336, 514, 4, 64, dtype, mx.bfloat16, **wide)
         for rows in (1, 5):
             around = {"norm_weight": (14336,), "bias": (514,), "residual": (rows, 514)}
             yield affine(backend, rows, 14336, 514, 4, 64, dtype, mx.bfloat16, **around)
@@ -408,7 +462,10 @@ def awkward(backend: Backend) -> Iterator[Call]:
         yield step(backend, 3, 7, 12, 16, dtype)
         yield latents(backend, 5, (19, 10, 96, 6), 5, 33, 28, (3, 32), dtype)
         yield latents(backend, 16, (128, 64, 512, 128), 1, 1300, 1290, (4, 64), dtype, interleaved=False)
+        yield step(backend, 1, 37, 30, 80, dtype, normed=True, learned=False)
         yield epilogue(backend, 31, 3, 1, 80, dtype, normed=True)
+        yield epilogue(backend, 5, 3, 1, 81, dtype, normed=True, pairs=7)
+        yield elementwise(backend, (5, 3), "gelu_erf", dtype, share=11)
         for shape in ((577,), (1, 33, 4099), (3, 5, 2, 31)):
             yield from norms(backend, shape, dtype, mx.float16)
         yield rotate(backend, (2, 3, 5, 46), 7, dtype, start=5, span=20)
@@ -419,6 +476,8 @@ def awkward(backend: Backend) -> Iterator[Call]:
         yield misaligned(look_up(backend, 3, 3, 64, dtype))
         yield misaligned(attend(backend, 8, 2, 1, 33, 64, 64, dtype, dtype))
         yield misaligned(epilogue(backend, 2, 3, 1, 64, dtype, normed=True))
+        wide = {"norm_weight": (128,), "residual": (1, 45), "stream": mx.float32}
+        yield misaligned(affine(backend, 1, 128, 45, 4, 64, dtype, mx.float16, **wide))
         yield from map(misaligned, norms(backend, (3, 80), dtype, mx.bfloat16))
         yield misaligned(rotate(backend, (1, 2, 3, 64), 32, dtype))
         yield misaligned(router(backend, 2, 40, 33, 3, mx.float32, dtype, normalize=True, arounds=True))

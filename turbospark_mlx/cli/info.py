@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
 def describe(install: Install, *, max_context: int | None, expert_slots: int | None) -> dict[str, Any]:
     """Everything the command prints, as one JSON object. Sizes are in bytes. Raises OptionError."""
-    config, refusal = _config(install)
+    config, unused, refusal = _config(install)
     return {
         "path": install.path,
         "modelID": install.manifest.model_id,
@@ -74,23 +74,26 @@ def describe(install: Install, *, max_context: int | None, expert_slots: int | N
         "bytes": sum(record.size for record in install.manifest.files.values()),
         "roles": _roles(install),
         "experts": _experts(install),
+        "unused": dict(unused),
         "engines": _engines(install, refusal),
         "memory": _memory(install, config, max_context, expert_slots),
         "receipt": install.has_receipt,
     }
 
 
-def _config(install: Install) -> tuple[ModelConfig | None, str | None]:
-    """The family's configuration where there is one, and why this package does not run the install."""
+def _config(install: Install) -> tuple[ModelConfig | None, Mapping[str, str], str | None]:
+    """The family's configuration where there is one, which tensors it does not use and why, and why this package does
+    not run the install."""
     from turbospark_mlx.loader import check_tensors, read_config
 
-    config = None
+    config, unused = None, {}
     try:
         family, config = read_config(install)
+        unused = family.unused(config)
         check_tensors(install, family, config)
     except InstallError as error:
-        return config, str(error)
-    return config, None
+        return config, unused, str(error)
+    return config, unused, None
 
 
 def _architecture(install: Install) -> dict[str, Any]:
@@ -225,6 +228,9 @@ def _text(document: dict[str, Any]) -> list[str]:
             f" {spell_bytes(experts['expertBytes'])} each, stride {experts['stride']:,}",
             "",
         ]
+    if document["unused"]:
+        lines += ["  without effect on any logit:"]
+        lines += [f"    - {printable(name)}: {reason}" for name, reason in document["unused"].items()] + [""]
     for engine, reasons in document["engines"].items():
         lines.append(f"  {engine:24} {'cannot run it:' if reasons else 'can run it'}")
         lines += [f"    - {printable(reason)}" for reason in reasons]

@@ -1,9 +1,4 @@
-"""A GGUF file as a source: float tensors, and the block types whose meaning is exactly an affine format.
-
-Block layouts are ggml's (ggml-common.h): a block holds 32 weights. Q8_0 is a float16 scale d and 32 signed bytes q,
-``w = d q``. Q4_0 is d and 16 bytes, ``w = d (q - 8)``; Q4_1 is d, a float16 minimum m and 16 bytes, ``w = d q + m``.
-Byte j of a 4-bit block holds weight j in its low nibble and weight j + 16 in its high one.
-"""
+"""A GGUF file as a source: float tensors, and the block types whose meaning is exactly an affine format."""
 
 from __future__ import annotations
 
@@ -16,30 +11,18 @@ from typing import Any
 import numpy as np
 from gguf import GGUFEndian, GGUFReader
 
-from turbospark_mlx.convert.affine import pack_codes
-from turbospark_mlx.convert.floats import STORAGE, all_finite
+from turbospark_mlx.convert.blocks import AFFINE_BLOCKS, GROUP, affine_format, affine_rows
+from turbospark_mlx.convert.floats import STORAGE
 from turbospark_mlx.convert.gguf_tokenizer import tokenizer_files
 from turbospark_mlx.convert.source import AffineRows, PositionedFile, Source, SourceTensor, settle_tied_head
 from turbospark_mlx.errors import ConvertError
 from turbospark_mlx.families import family_for_gguf
 from turbospark_mlx.protocols import AffineFormat, Dropped
 
-_GROUP = 32
 _FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
-@dataclass(frozen=True)
-class _BlockType:
-    """``bias_factor`` times the block's scale is its bias; None where the block stores the bias."""
-
-    bits: int
-    block_bytes: int
-    bias_factor: int | None
-
-
-_BLOCKS = {"Q8_0": _BlockType(8, 34, -128), "Q4_0": _BlockType(4, 18, -8), "Q4_1": _BlockType(4, 20, None)}
-_SUPPORTED = ", ".join([*_FLOATS, *_BLOCKS])
-_SCAN_BYTES = 1 << 24
+_SUPPORTED = ", ".join([*_FLOATS, *AFFINE_BLOCKS])
 
 
 @dataclass(frozen=True)
@@ -114,12 +97,17 @@ def _tensor(file: PositionedFile, entry: _Entry, order: Any) -> SourceTensor:
     where = f"{file.path}: {entry.name}"
     columns = entry.shape[-1] if len(entry.shape) > 1 else 1
     order = None if order is None else np.asarray(order)
+
+    def read_raw(start: int, stop: int) -> np.ndarray:
+        return file.read(entry.offset + start * row_bytes, (stop - start) * row_bytes).reshape(-1, row_bytes)
+
     if entry.type in _FLOATS:
         form: str | AffineFormat = _FLOATS[entry.type]
         row_bytes = columns * STORAGE[form].itemsize
-    elif entry.type in _BLOCKS and len(entry.shape) > 1:
-        row_bytes = columns // _GROUP * _BLOCKS[entry.type].block_bytes
-        form = AffineFormat(_BLOCKS[entry.type].bits, _GROUP, _companion_dtype(file, entry, row_bytes))
+    elif entry.type in AFFINE_BLOCKS and len(entry.shape) > 1:
+        block = AFFINE_BLOCKS[entry.type]
+        row_bytes = columns // GROUP * block.block_bytes
+        form = affine_format(block, int(np.prod(entry.shape[:-1], dtype=object)), columns, read_raw)
     else:
         raise ConvertError(
             f"{where}: has type {entry.type}, which cannot be converted without loss. Supported are {_SUPPORTED}:"
@@ -128,61 +116,13 @@ def _tensor(file: PositionedFile, entry: _Entry, order: Any) -> SourceTensor:
 
     def read(start: int, stop: int) -> np.ndarray | AffineRows:
         if order is None:
-            raw = file.read(entry.offset + start * row_bytes, (stop - start) * row_bytes).reshape(-1, row_bytes)
+            raw = read_raw(start, stop)
         else:
             rows = order[start:stop]
             first, last = int(rows.min()), int(rows.max())
-            span = file.read(entry.offset + first * row_bytes, (last + 1 - first) * row_bytes)
-            raw = span.reshape(-1, row_bytes)[rows - first]
+            raw = read_raw(first, last + 1)[rows - first]
         if isinstance(form, AffineFormat):
-            return _affine_rows(raw, _BLOCKS[entry.type], form.companion_dtype)
+            return affine_rows(raw, block, form.companion_dtype)
         return raw.view(STORAGE[form])
 
     return SourceTensor(entry.shape, form, where, read)
-
-
-def _blocks(raw: np.ndarray, block: _BlockType) -> np.ndarray:
-    return raw.reshape(raw.shape[0], -1, block.block_bytes)
-
-
-def _halves(blocks: np.ndarray, at: int) -> np.ndarray:
-    return np.ascontiguousarray(blocks[:, :, at : at + 2]).view(STORAGE["float16"])[:, :, 0]
-
-
-def _scaled(scales: np.ndarray, factor: int, dtype: str) -> np.ndarray:
-    with np.errstate(over="ignore", invalid="ignore"):
-        return (scales.astype(np.float32) * np.float32(factor)).astype(STORAGE[dtype])
-
-
-def _companion_dtype(file: PositionedFile, entry: _Entry, row_bytes: int) -> str:
-    """float16, as the file stores the scales, unless a bias that follows from them exceeds its range.
-
-    Multiplying by a power of two upwards is exact in float16 otherwise, also for subnormal scales.
-    """
-    block = _BLOCKS[entry.type]
-    if block.bias_factor is None:
-        return "float16"
-    rows = int(np.prod(entry.shape[:-1], dtype=object))
-    step = max(1, _SCAN_BYTES // row_bytes)
-    for start in range(0, rows, step):
-        count = min(step, rows - start)
-        raw = file.read(entry.offset + start * row_bytes, count * row_bytes).reshape(count, row_bytes)
-        biases = _scaled(_halves(_blocks(raw, block), 0), block.bias_factor, "float16")
-        if not all_finite(biases, "float16"):
-            return "float32"
-    return "float16"
-
-
-def _affine_rows(raw: np.ndarray, block: _BlockType, companion_dtype: str) -> AffineRows:
-    blocks = _blocks(raw, block)
-    scales = _halves(blocks, 0)
-    if block.bias_factor is None:
-        biases, packed = _halves(blocks, 2), blocks[:, :, 4:]
-    else:
-        biases, packed = _scaled(scales, block.bias_factor, companion_dtype), blocks[:, :, 2:]
-    if block.bits == 8:
-        codes = packed ^ np.uint8(0x80)
-    else:
-        codes = np.concatenate([packed & np.uint8(0x0F), packed >> np.uint8(4)], axis=-1)
-    words = pack_codes(codes.reshape(raw.shape[0], -1), block.bits)
-    return AffineRows(words, scales.astype(STORAGE[companion_dtype]), biases)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
+from math import prod
 from pathlib import Path
 
 import numpy as np
 
+from turbospark_mlx.convert.blocks import AFFINE_BLOCKS, affine_format, affine_rows, mxfp4_rows
 from turbospark_mlx.convert.floats import STORAGE
 from turbospark_mlx.convert.huggingface import SIDE_FILES
 from turbospark_mlx.convert.source import AffineRows, Mxfp4Rows, Rows, Source, SourceTensor
@@ -14,13 +17,14 @@ from turbospark_mlx.errors import ConvertError
 from turbospark_mlx.families import family_for_manifest
 from turbospark_mlx.gturbo import Install, TensorEntry
 from turbospark_mlx.gturbo.experts_layout import ExpertLayer, ExpertTensor
+from turbospark_mlx.gturbo.formats import BLOCK_TYPES, CONVERTIBLE_BLOCK_TYPES
 from turbospark_mlx.protocols import Family, ModelConfig, Mxfp4Format
 
 
 def open_install(directory: Path, model_id: str | None) -> Source:
     """Open an install of either dialect. Raises InstallError where it is damaged, ConvertError without a tokenizer."""
     with ExitStack() as files:
-        install = files.enter_context(Install.open(directory))
+        install = files.enter_context(Install.open(directory, readable_blocks=CONVERTIBLE_BLOCK_TYPES))
         family = family_for_manifest(install.manifest.family)
         config = family.config_from_manifest(install.arch, install.extension)
         side_files = {name: install.read_side_file(name, None) for name in SIDE_FILES}
@@ -47,9 +51,16 @@ def _stacks(install: Install, family: Family, config: ModelConfig) -> dict[str, 
         routed = family.place(name, config).routed
         if routed and routed.position < len(install.experts.layers):
             layer = install.experts.layers[routed.position]
-            if tensor := layer.tensors.get(routed.tensors[0]):
+            if tensor := layer.tensors.get(_role(layer, routed.tensors[0])):
                 found[name] = _stack(install, routed.position, layer, tensor)
     return found
+
+
+def _role(layer: ExpertLayer, name: str) -> str:
+    """What a layer's blobs call tensor ``name``. Beside ggml blocks, additive biases have the name that companions have
+    beside packed words."""
+    matrix, _, kind = name.partition("_")
+    return f"{matrix}_biases" if kind and layer.tensors[matrix].dtype in BLOCK_TYPES else name
 
 
 def _stack(install: Install, position: int, layer: ExpertLayer, tensor: ExpertTensor) -> SourceTensor:
@@ -64,6 +75,14 @@ def _stack(install: Install, position: int, layer: ExpertLayer, tensor: ExpertTe
             install.read_expert_part_into(position, expert, role, buffer, start=(first - expert * rows) * row_bytes)
         return data.view(dtype)
 
+    def read_blocks(start: int, stop: int) -> np.ndarray:
+        return read_part(tensor.role, np.dtype("u1"), start, stop)
+
+    where = f"{install.path}: {layer.file}: {tensor.role}"
+    shape = (len(layer.offsets), *tensor.shape)
+    if tensor.dtype in BLOCK_TYPES:
+        return _of_blocks(shape, tensor.dtype, where, read_blocks)
+
     def read(start: int, stop: int) -> Rows:
         if tensor.format is None:
             return read_part(tensor.role, STORAGE[tensor.dtype], start, stop)
@@ -77,8 +96,22 @@ def _stack(install: Install, position: int, layer: ExpertLayer, tensor: ExpertTe
             read_part(f"{tensor.role}_biases", companion, start, stop),
         )
 
-    where = f"{install.path}: {layer.file}: {tensor.role}"
-    return SourceTensor((len(layer.offsets), *tensor.shape), tensor.format or tensor.dtype, where, read)
+    return SourceTensor(shape, tensor.format or tensor.dtype, where, read)
+
+
+def _of_blocks(
+    shape: tuple[int, ...], name: str, where: str, read_blocks: Callable[[int, int], np.ndarray]
+) -> SourceTensor:
+    """A tensor in ggml blocks, of which ``read_blocks(start, stop)`` gives the bytes of rows."""
+    if name == "MXFP4":
+        return SourceTensor(shape, Mxfp4Format(), where, lambda start, stop: mxfp4_rows(read_blocks(start, stop)))
+    block = AFFINE_BLOCKS[name]
+    form = affine_format(block, prod(shape[:-1]), shape[-1], read_blocks)
+
+    def read(start: int, stop: int) -> AffineRows:
+        return affine_rows(read_blocks(start, stop), block, form.companion_dtype)
+
+    return SourceTensor(shape, form, where, read)
 
 
 def _tensor(install: Install, entry: TensorEntry) -> SourceTensor:
@@ -90,6 +123,14 @@ def _tensor(install: Install, entry: TensorEntry) -> SourceTensor:
         install.read_range_into(entry, part, start * row_bytes, data)
         return data.view(dtype)
 
+    where = f"{install.path}: {entry.name}"
+    if entry.dtype == "MXFP4":
+        raise ConvertError(f"{where}: is MXFP4, which only routed experts can be. Convert the model's source again.")
+    if entry.dtype in BLOCK_TYPES:
+        return _of_blocks(
+            entry.shape, entry.dtype, where, lambda start, stop: read_part("data", np.dtype("u1"), start, stop)
+        )
+
     def read(start: int, stop: int) -> np.ndarray | AffineRows:
         if entry.format is None:
             return read_part("data", STORAGE[entry.dtype], start, stop)
@@ -100,4 +141,4 @@ def _tensor(install: Install, entry: TensorEntry) -> SourceTensor:
             read_part("biases", companion, start, stop),
         )
 
-    return SourceTensor(entry.shape, entry.format or entry.dtype, f"{install.path}: {entry.name}", read)
+    return SourceTensor(entry.shape, entry.format or entry.dtype, where, read)

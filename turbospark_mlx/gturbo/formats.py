@@ -64,6 +64,8 @@ BLOCK_TYPES = {block.name: block for block in BLOCK_TAGS.values()}
 
 RUNNABLE_BLOCK_TYPES: frozenset[str] = frozenset()
 """The ggml block types that an engine of this package computes with."""
+CONVERTIBLE_BLOCK_TYPES = frozenset(("Q8_0", "Q4_0", "MXFP4"))
+"""Those that `turbospark_mlx.convert` makes packed words of, bit for bit."""
 
 
 def check_affine(affine: AffineFormat) -> None:

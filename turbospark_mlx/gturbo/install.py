@@ -104,6 +104,7 @@ class Install:
         verify: Verify = "auto",
         progress: Progress | None = None,
         allow_unrunnable: bool = False,
+        readable_blocks: frozenset[str] = formats.RUNNABLE_BLOCK_TYPES,
     ) -> Install:
         """Open an install after checking its structure and, as ``verify`` says, its bytes.
 
@@ -112,15 +113,17 @@ class Install:
         called with the bytes hashed so far and in all.
 
         An install that is sound but that no engine of this package can run is refused too, unless
-        ``allow_unrunnable``; ``obstacles`` then says why. Raises InstallError.
+        ``allow_unrunnable``; ``obstacles`` then says why. ``readable_blocks`` are the ggml block types that the caller
+        reads, so that they are no obstacle to it. Raises InstallError.
         """
         if verify not in get_args(Verify):
             raise OptionError(f"verify={verify!r}: possible are {', '.join(get_args(Verify))}.")
         with contextlib.ExitStack() as stack:
             install = cls(stack.enter_context(Directory(path)))
             stack.push(install)
-            if install.obstacles and not allow_unrunnable:
-                raise InstallError(f"{install.path}: {' '.join(install.obstacles)}")
+            obstacles = () if allow_unrunnable else install._obstacles(readable_blocks)
+            if obstacles:
+                raise InstallError(f"{install.path}: {' '.join(obstacles)}")
             if verify != "off":
                 install._verify_at_open(verify, progress)
             stack.pop_all()
@@ -158,6 +161,9 @@ class Install:
     @property
     def obstacles(self) -> tuple[str, ...]:
         """Why no engine of this package can run this install, in sentences; empty when nothing stands in the way."""
+        return self._obstacles(formats.RUNNABLE_BLOCK_TYPES)
+
+    def _obstacles(self, readable_blocks: frozenset[str]) -> tuple[str, ...]:
         found = []
         blocks = {entry.dtype: repr(entry.name) for entry in reversed(self.tensors.values())}
         blocks |= {
@@ -166,10 +172,11 @@ class Install:
             for role, tensor in layer.tensors.items()
         }
         for dtype, example in blocks.items():
-            if dtype in formats.BLOCK_TYPES and dtype not in formats.RUNNABLE_BLOCK_TYPES:
+            if dtype in formats.BLOCK_TYPES and dtype not in readable_blocks:
+                convertible = dtype in formats.CONVERTIBLE_BLOCK_TYPES
+                remedy = "convert this install to a new one" if convertible else "convert it from its source again"
                 found.append(
-                    f"It holds {dtype} blocks ({example}), which this package does not compute with:"
-                    " convert it from its source again."
+                    f"It holds {dtype} blocks ({example}), which this package does not compute with: {remedy}."
                 )
         if "hadamard" in self.manifest.quant:
             found.append("Its weights are rotated (quant.hadamard): convert it from its source again.")
