@@ -36,10 +36,10 @@ class GroupedAttention(Module):
         gates: tuple[str, int] | None = None,
         one_matrix: bool = False,
     ):
-        """``bias`` is about q, k, v and gates, before the rotation. With ``head_norm_eps`` every head of q and
-        k is normalised before it, with or without ``head_norm_weights``. ``sinks`` are logits, one a query head and not
-        scaled, that take part in the softmax without a value. With ``gates``, name and width of one more projection of
-        the input, what the heads answer is multiplied by the sigmoids of its results, each for as many neighbours as
+        """``bias`` is about q, k, v and gates, and comes before the rotation. With ``head_norm_eps`` every head of q
+        and k is normalised before it, with or without ``head_norm_weights``. ``sinks`` are logits, one a query head and
+        not scaled, that take part in the softmax without a value. With ``gates``, name and width of one more projection
+        of the input, what the heads answer is multiplied by the sigmoids of its results, each for as many neighbours as
         there are to one. With ``one_matrix`` the rows of q, k and v are those of ``q_k_v_proj``."""
         super().__init__()
         self.head_dim, self.scale, self.window, self.rope = head_dim, scale, window, rope

@@ -22,8 +22,8 @@ METAL_FUNC void rotated_head(From from, Weight weight, float epsilon, Rotation r
   }
   for (uint i = 2 * PAIRS + lane; i < D; i += SIMD_WIDTH) {
     float kept = float(from[i]);
-    if (NORM) {
-      kept *= inverse_rms * float(weight[i]);
+    if (NORM > 0) {
+      kept *= inverse_rms * (NORM == 2 ? float(weight[i]) : 1.0f);
     }
     to[i] = T(kept);
   }

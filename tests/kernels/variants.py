@@ -465,6 +465,7 @@ def awkward(backend: Backend) -> Iterator[Call]:
         yield step(backend, 1, 37, 30, 80, dtype, normed=True, learned=False)
         yield epilogue(backend, 31, 3, 1, 80, dtype, normed=True)
         yield epilogue(backend, 5, 3, 1, 81, dtype, normed=True, pairs=7)
+        yield epilogue(backend, 5, 3, 1, 81, dtype, normed=True, learned=False, pairs=7)
         yield elementwise(backend, (5, 3), "gelu_erf", dtype, share=11)
         for shape in ((577,), (1, 33, 4099), (3, 5, 2, 31)):
             yield from norms(backend, shape, dtype, mx.float16)
