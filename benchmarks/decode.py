@@ -4,7 +4,8 @@ python benchmarks/decode.py                        # smollm2-135m, pulled if nee
 python benchmarks/decode.py --gguf SmolLM2-135M-Instruct.Q4_1.gguf   # llama.cpp too
 python benchmarks/decode.py --model ./x.gturbo --prompt-tokens 128 --new-tokens 32 --repeats 5
 python benchmarks/decode.py --shape llama-8b --new-tokens 128        # random INT4 weights made in memory: a GPU
-python benchmarks/decode.py --shape qwen3.5-35b-a3b --new-tokens 128 # 20 GB, and as much for mlx-lm
+python benchmarks/decode.py --shape gpt-oss-20b --new-tokens 128     # with MXFP4 experts, all in memory; also
+                   # deepseek-v2-lite, gemma4-26b-a4b, qwen3-30b-a3b and qwen3.5-35b-a3b: twice for mlx-lm
 
 The share is what a token must read at least (weights and cache) a second, of the memory bandwidth measured in the same
 run. Host time is what a token takes beside waiting for the device.
@@ -23,7 +24,7 @@ import mlx.core as mx
 import numpy as np
 from measure import memory_bandwidth
 from peers import llama_cpp_model, llama_cpp_speeds, mlx_lm_model, mlx_lm_speeds, mlx_lm_twin
-from shapes import SHAPES, bytes_a_token, make_model, named_arrays
+from shapes import SHAPES, arrays, bytes_a_token, first_layers, make_model
 
 from turbospark_mlx import Runner
 from turbospark_mlx.custom_kernels import backends
@@ -102,16 +103,19 @@ def subjects_of_a_shape(
     args: argparse.Namespace,
 ) -> tuple[str, Runner, list[int], dict[str, Callable[[], tuple[float, float]]]]:
     config, backend = SHAPES[args.shape], backends.select(args.kernels)
+    if args.layers:
+        config = first_layers(config, args.layers)
     model = make_model(config, backend)
     runner = Runner(model, max_context=args.prompt_tokens + args.new_tokens + 8)
     prompt = np.random.default_rng(1).integers(0, runner.vocab_size, args.prompt_tokens).tolist()
     # On a CPU mlx-lm is faster in float32 than in the dtype of the weights.
-    twin = mlx_lm_twin(named_arrays(model), config, mx.float32 if backend.device == "cpu" else None)
+    twin = mlx_lm_twin(arrays(model), config, mx.float32 if backend.device == "cpu" else None)
     subjects = {
         OURS: lambda: our_speeds(runner, prompt, args.new_tokens),
         "mlx-lm": lambda: mlx_lm_speeds(twin, prompt, args.new_tokens),
     }
-    return f"{args.shape}, random INT4 weights", runner, prompt, subjects
+    layers = f", {args.layers} layers" if args.layers else ""
+    return f"{args.shape}{layers}, random weights", runner, prompt, subjects
 
 
 def main() -> None:
@@ -119,6 +123,7 @@ def main() -> None:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--model", default="smollm2-135m", help="alias or install directory")
     what.add_argument("--shape", choices=tuple(SHAPES), help="a model of this shape, without an install")
+    parser.add_argument("--layers", type=int, help="only so many layers of the shape")
     parser.add_argument("--kernels", default="auto", choices=backends.KERNELS, help="our back end")
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=16)
@@ -127,6 +132,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.shape and args.gguf:
         parser.error("--gguf needs the same weights, which --shape makes up")
+    if args.layers and not args.shape:
+        parser.error("--layers is about a --shape")
 
     name, runner, prompt, subjects = (subjects_of_a_shape if args.shape else subjects_of_an_install)(args)
     on_gpu = runner.model.backend.device == "gpu"

@@ -1,8 +1,13 @@
-"""Models of a published shape with random INT4 weights, made in memory: for speeds that depend on the shape only."""
+"""Models of a published shape with random weights, made in memory: for speeds that depend on the shape only.
+
+Matrices are INT4; routers are not quantized, and routed experts, all in memory, are what the model is published with.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import mlx.core as mx
@@ -10,14 +15,15 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from turbospark_mlx import shaped as published
+from turbospark_mlx import shaped
 from turbospark_mlx.custom_kernels import BlobMatrix, ExpertArena, ExpertBlob
 from turbospark_mlx.custom_kernels.backends import Backend
+from turbospark_mlx.experts import ExpertStore, Resolved
+from turbospark_mlx.experts.chunks import most_rows
 from turbospark_mlx.experts.in_place import InPlace
 from turbospark_mlx.families import family_for_model_type, package
-from turbospark_mlx.families.layers import DTYPES
 from turbospark_mlx.loader import resolve_dtype
-from turbospark_mlx.protocols import AffineFormat, ExpertSpec
+from turbospark_mlx.protocols import AffineFormat, ExpertSpec, Mxfp4Format, PackedFormat
 
 
 def _qwen(layers: int, **fields: Any) -> dict[str, Any]:
@@ -114,109 +120,167 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 131072,
         "tie_word_embeddings": False,
     },
-    "spark-4b": published.SHAPES["spark-4b"],
+    **{
+        name: shaped.SHAPES[name]
+        for name in ("deepseek-v2-lite", "gemma4-26b-a4b", "gpt-oss-20b", "qwen3-30b-a3b", "spark-4b")
+    },
 }
 STORED = AffineFormat(bits=4, group_size=64, companion_dtype="bfloat16")
 CHUNK = 64 << 20
 
 
-class MadeExperts:
-    """Routed experts in memory, without an install: what a model and its runner ask of ``experts.ExpertStore``."""
+NOISE = np.random.default_rng(0).integers(0, 256, CHUNK, dtype=np.uint8)
+SPREAD, FP4_SPREAD = 4.6, 2.93
+"""Standard deviations of the sixteen values of INT4 and of MXFP4."""
+BIAS = 0.1
 
-    on_host, most_rows, resolved, counters = False, 1 << 30, None, ()
 
-    def __init__(self, backend: Backend):
-        self._backend, self.layers = backend, []
+def first_layers(config: dict[str, Any], layers: int) -> dict[str, Any]:
+    """The config.json dictionary of a model with the first ``layers`` layers of another."""
+    if "text_config" in config:
+        return config | {"text_config": first_layers(config["text_config"], layers)}
+    kinds = {"layer_types": config["layer_types"][:layers]} if "layer_types" in config else {}
+    return config | {"num_hidden_layers": layers} | kinds
+
+
+def bfloat16(values: np.ndarray | float) -> np.ndarray:
+    """The bits of ``values``."""
+    return (np.asarray(values, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+
+
+def fill(words: np.ndarray) -> None:
+    """Every bit at random."""
+    memory = words.reshape(-1).view(np.uint8)
+    for start in range(0, memory.size, CHUNK):
+        part = memory[start : start + CHUNK]
+        part[:] = NOISE[: part.size]
+
+
+class RandomExperts(ExpertStore):
+    """Routed experts of random weights, all in memory, in blobs as an install has them."""
+
+    def __init__(self, specs: Mapping[str, ExpertSpec], stored: PackedFormat, backend: Backend):
+        """``specs`` has the path of each layer's experts."""
+        resolved = Resolved("resident", "made up", 0, "", 0)
+        super().__init__(None, resolved, backend=backend, policy="lfu", reader=None)
+        self._specs, self._stored = specs, stored
 
     def __call__(self, position: int, spec: ExpertSpec) -> InPlace:
-        end, matrices = 0, []
-        for rows, columns in spec.tensors.values():
-            words = rows * columns * STORED.bits // 8
-            group = rows * columns // STORED.group_size * 2
-            places = {"offset": end, "scales": end + words, "biases": end + words + group}
-            form = {"bits": STORED.bits, "group_size": STORED.group_size, "dtype": DTYPES[STORED.companion_dtype]}
-            matrices.append(BlobMatrix(rows, columns, **places, **form))
-            end += words + 2 * group
-        blob = ExpertBlob(*matrices, spec.activation, spec.alpha, spec.limit)
-        arena = ExpertArena.allocate(blob, spec.num_experts, -(-end // 64) * 64)
-        noise = np.random.default_rng(position).integers(0, 256, CHUNK, dtype=np.uint8)
+        offset = 0
+
+        def place(nbytes: int) -> int:
+            nonlocal offset
+            offset += nbytes
+            return offset - nbytes
+
+        def matrix(name: str) -> BlobMatrix:
+            rows, columns = spec.tensors[name]
+            groups = rows * columns // self._stored.group_size
+            parts = {"bits": self._stored.bits, "group_size": self._stored.group_size}
+            parts["offset"] = place(rows * columns * self._stored.bits // 8)
+            if isinstance(self._stored, Mxfp4Format):
+                parts |= {"dtype": mx.uint8, "mode": "mxfp4", "scales": place(groups)}
+            else:
+                parts |= {"dtype": mx.bfloat16, "scales": place(2 * groups), "biases": place(2 * groups)}
+            return BlobMatrix(
+                rows, columns, **parts, bias=place(2 * rows) if spec.biases else None, bias_dtype=mx.bfloat16
+            )
+
+        matrices = [matrix(name) for name in ("gate", "up", "down")]
+        blob = ExpertBlob(*matrices, activation=spec.activation, alpha=spec.alpha, limit=spec.limit)
+        arena = ExpertArena.allocate(blob, spec.num_experts, -(-offset // 16384) * 16384)
         for slot in range(spec.num_experts):
-            for number, (matrix, parts) in enumerate(zip(blob.matrices, arena.views(slot), strict=True)):
-                words, start = parts[0].view(np.uint8), 4096 * (3 * slot + number) + position
-                words[...] = noise[start : start + words.size].reshape(words.shape)
-                for part, value in zip(parts[1:], _companions(matrix.columns), strict=True):
-                    part[...] = value
-        self.layers.append(InPlace(arena, self._backend))
-        return self.layers[-1]
+            fill(arena.blobs[slot])
+            for one, views in zip(matrices, arena.views(slot), strict=True):
+                self._scale(one, views)
+        self._most_rows = most_rows(spec.top_k, spec.hidden)
+        self._layers[position] = made = InPlace(arena, self._backend)
+        return made
+
+    def _scale(self, matrix: BlobMatrix, views: list[np.ndarray]) -> None:
+        """Products of numbers near 1 are near 1."""
+        if matrix.mode == "mxfp4":
+            views[1][...] = 127 + round(np.log2(matrix.columns**-0.5 / FP4_SPREAD))
+        else:
+            scale = matrix.columns**-0.5 / SPREAD
+            views[1][...], views[2][...] = bfloat16(scale), bfloat16(-7.5 * scale)
+        if matrix.bias is not None:
+            views[-1][...] = bfloat16(BIAS)
+
+    def parameters(self) -> dict[str, mx.array]:
+        """Copies of all, stacked, under mlx-lm's names."""
+        found = {}
+        for position, path in enumerate(self._specs):
+            arena = self._layers[position].arena
+            for name, matrix, parts in zip(("gate", "up", "down"), arena.blob.matrices, arena.stacked, strict=True):
+                names = ["weight", "scales", *(["biases"] if matrix.mode == "affine" else []), "bias"]
+                found |= {
+                    f"{path}.{name}_proj.{part}": mx.contiguous(array)
+                    for part, array in zip(names, parts, strict=False)
+                }
+        return found
 
     @property
-    def arrays(self) -> list[mx.array]:
-        return [layer.arena.array for layer in self.layers]
+    def bytes_a_token(self) -> int:
+        """What a token reads of its experts."""
+        return sum(
+            spec.top_k * prod(shape) * dtype.size
+            for position, spec in enumerate(self._specs.values())
+            for matrix in self._layers[position].arena.blob.matrices
+            for _, shape, dtype in matrix.parts
+        )
 
-    def settle(self) -> None:
-        """Nothing is read on the way."""
-
-    close = settle
-
-
-def _companions(columns: int) -> tuple[np.ndarray, np.ndarray]:
-    """The bits of scale and bias in bfloat16: quantized values are uniform, and weights have a mean of 0 and a spread
-    that keeps activations near 1."""
-    scale = columns**-0.5 / 4.6
-    return tuple(np.array(mx.array([value], mx.bfloat16).view(mx.uint16)) for value in (scale, -7.5 * scale))
+    def close(self) -> None:
+        """There is nothing to stop."""
 
 
 def make_model(config: dict[str, Any], backend: Backend) -> nn.Module:
-    """Our model of a config.json dictionary; matrices in ``STORED``, what is never packed in its companions' dtype, as
-    mlx-lm saves it."""
+    """Our model of a config.json dictionary; matrices in ``STORED``, routers and norms in its companions' dtype."""
     family = family_for_model_type(config["model_type"])
     parsed = family.config_from_hf(config)
     if config["model_type"].startswith("qwen3_5"):
         parsed = replace(parsed, centered_norms=False)
-    places = [family.place(name, parsed) for name in family.expected(parsed)]
-    formats = {place.checkpoint_name: STORED.companion_dtype if place.role == "vector" else STORED for place in places}
-    experts = MadeExperts(backend) if family.experts(parsed) else None
+    formats = {}
+    for name, shape in family.expected(parsed).items():
+        place = family.place(name, parsed)
+        packed = len(shape) == 2 and place.role not in ("router", "vector") and not name.endswith(".bias")
+        formats[place.checkpoint_name] = STORED if packed else STORED.companion_dtype
+    mxfp4 = config.get("quantization_config", {}).get("quant_method") == "mxfp4"
+    specs = family.experts(parsed)
+    experts = RandomExperts(specs, Mxfp4Format() if mxfp4 else STORED, backend) if specs else None
     options = {"formats": formats, "backend": backend, "dtype": resolve_dtype(None, backend), "experts": experts}
     model = package(family.name).Model(parsed, **options)
     mx.eval(model.parameters())
-    constants = dict(zip(("scales", "biases"), _companions(parsed.hidden_size), strict=True))
-    one = np.array(mx.ones((1,), DTYPES[STORED.companion_dtype]).view(mx.uint16))
-    noise = np.random.default_rng(0).integers(0, 256, CHUNK, dtype=np.uint8)
+    # Quantized values are uniform and weights have a mean of 0 and a spread that keeps activations near 1.
+    scale = parsed.hidden_size**-0.5 / SPREAD
+    constants = {"scales": scale, "biases": -7.5 * scale, "bias": BIAS}
+    rng = np.random.default_rng(1)
     for name, array in tree_flatten(model.parameters()):
-        memory = np.frombuffer(memoryview(array).cast("B"), np.uint8)
+        memory, part = np.frombuffer(memoryview(array).cast("B"), np.uint8), name.rpartition(".")[2]
         if array.dtype == mx.uint32:
-            for start in range(0, memory.size, CHUNK):
-                part = memory[start : start + CHUNK]
-                part[:] = noise[: part.size]
+            fill(memory)
+        elif array.ndim == 2 and part == "weight":
+            memory.view(np.uint16)[:] = bfloat16(rng.normal(scale=parsed.hidden_size**-0.5, size=array.size))
         else:
-            memory.view(np.uint16)[:] = constants.get(name.rpartition(".")[2], one)
+            memory.view(np.uint16)[:] = bfloat16(constants.get(part, 1.0))
     return model
 
 
-def named_arrays(model: nn.Module) -> dict[str, mx.array]:
-    """The parameters of a made-up model, and its routed experts as stacks, which are copies: in blobs nobody else reads
-    them."""
-    found = dict(tree_flatten(model.parameters()))
-    if model.experts is not None:
-        paths = family_for_model_type(model.args.model_type).experts(model.args)
-        for path, layer in zip(paths, model.experts.layers, strict=True):
-            for matrix, parts in zip(("gate", "up", "down"), layer.arena.stacked, strict=True):
-                for part, array in zip(("weight", "scales", "biases"), parts, strict=True):
-                    found[f"{path}.{matrix}_proj.{part}"] = mx.contiguous(array)
-    return found
+def arrays(model: nn.Module) -> dict[str, mx.array]:
+    """The weights of a made-up model by name, its experts stacked."""
+    experts = model.experts.parameters() if model.experts else {}
+    return dict(tree_flatten(model.parameters())) | experts
 
 
 def bytes_a_token(model: nn.Module, context: int) -> int:
     """What a decoded token reads at least: every weight but the rows of an embedding that is no head and the experts
-    that are not chosen, and the cache."""
+    that were not chosen, and the cache."""
     config = model.args
     weights = sum(
         array.nbytes
         for name, array in tree_flatten(model.parameters())
         if config.tie_word_embeddings or "embed_tokens" not in name
     )
-    if model.experts is not None:
-        weights += (
-            sum(array.nbytes for array in model.experts.arrays) * config.num_experts_per_tok // config.num_experts
-        )
+    if isinstance(model.experts, RandomExperts):
+        weights += model.experts.bytes_a_token
     return weights + config.kv_bytes(context, model.dtype.size)

@@ -32,6 +32,7 @@ from turbospark_mlx.custom_kernels.expert_phases import moe_phase1_gate_up_act, 
 from turbospark_mlx.custom_kernels.experts import Mixture, expert_mixture
 from turbospark_mlx.custom_kernels.gated import gated_product
 from turbospark_mlx.custom_kernels.head import greedy_head
+from turbospark_mlx.custom_kernels.latent_attention import LATENT_ATTENTION, HeadRows, latent_attends, latent_attention
 from turbospark_mlx.custom_kernels.norm import add_rms_norm, gated_rms_norm, rms_norm, rms_norm_add
 from turbospark_mlx.custom_kernels.rotary import appends, qkv_append, qkv_epilogue, rotation_table
 from turbospark_mlx.custom_kernels.rotation import rotate, rotations
@@ -64,6 +65,7 @@ OPS = (
     delta_net.GATED_DELTA,
     delta_net.GATED_DELTA_STEP,
     APPEND_ATTENTION,
+    LATENT_ATTENTION,
     router.ROUTER_TOPK_SELECT,
     expert_phases.MOE_PHASE1,
     expert_phases.MOE_PHASE2,
@@ -84,6 +86,7 @@ __all__ = [
     "DeltaWeights",
     "ExpertArena",
     "ExpertBlob",
+    "HeadRows",
     "Mixture",
     "add_rms_norm",
     "affine_embedding",
@@ -104,6 +107,8 @@ __all__ = [
     "gated_rms_norm",
     "greedy_head",
     "indexed_attention",
+    "latent_attends",
+    "latent_attention",
     "moe_phase1_gate_up_act",
     "moe_phase2_down_reduce",
     "ngram_gate",

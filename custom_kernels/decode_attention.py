@@ -29,6 +29,8 @@ ATTENTION = Op("attention", (PARTIAL, COMBINE), rows=ROWS, only="without a mask 
 CHUNK_KEYS = {"metal": 256, "cuda": 128, "host": 64}
 """Keys that are worth a threadgroup of their own."""
 MAX_CHUNKS = 32
+SHARED_QUERIES = 16
+"""Query rows that a CPU's core takes at a time where all heads read the same rows, which are wide."""
 SHORT_KEYS = 1024
 """Keys up to which a GPU gives each query head of a single token one threadgroup, and nothing is left to combine."""
 
@@ -67,6 +69,7 @@ def plan(
     causal: bool,
     window: int,
     cache: bool,
+    shared: bool,
     dtype: mx.Dtype,
     kv_dtype: mx.Dtype,
     sink_dtype: mx.Dtype | None,
@@ -75,8 +78,8 @@ def plan(
 ) -> tuple[Launch, Launch]:
     """The two launches for ``q`` of ``shape`` and keys in ``chunks``; ``window`` 0 is none.
 
-    ``cache`` says that keys and values are one buffer, ``gates`` how many heads the projection with the gates has,
-    ``indexed`` that keys are listed.
+    ``cache`` says that keys and values are one buffer, ``shared`` that values are the first elements of keys, ``gates``
+    how many heads the projection with the gates has, ``indexed`` that keys are listed.
     """
     gate_dtype = dtype if gates else None
     batch, heads, length, head_dim = shape
@@ -84,6 +87,9 @@ def plan(
     host, single, merged = backend == "host", chunks == 1, (batch, length, heads * value_dim)
     if host:
         queries, keys, simdgroups = share if length == 1 else 8, 16, 1
+        if shared:
+            # Keys are kept until they are values, in a core's first cache, and queries are many.
+            queries, keys = min(queries, SHARED_QUERIES), 8
     elif length == 1 and single:
         queries, keys, simdgroups = 1, 4, 16 if value_dim <= 256 else 8
     else:
@@ -95,6 +101,7 @@ def plan(
             ("KV_T", kv_dtype),
             ("O", dtype if single else mx.float32),
             ("CACHE", cache),
+            ("SHARED_VALUES", shared),
             ("H", heads),
             ("KV", kv_heads),
             ("D", head_dim),
@@ -147,16 +154,18 @@ def decode_attention(
     causal: bool = False,
     window: int | None = None,
     sinks: mx.array | None = None,
+    shared_dim: int | None = None,
     gates: mx.array | None = None,
     positions: mx.array | None = None,
     backend: Backend,
 ) -> mx.array:
     """The attention that `sdpa` defines, with merged heads ``[B, L, H * E]``, for what `serves` accepts.
 
-    ``k [B, KV, S, D]``, ``v [B, KV, S, E]``, or one buffer of both in ``k [2, B, KV, S, D]``. ``start`` is an int32
-    array ``[1]``, the position of the first query; keys after the last query's are not read. ``S`` decides how the
-    keys are cut, because the number of keys is known on the device only. ``gates`` are `sdpa.cache_attention`'s.
-    ``positions [B, P]``, int32, list the keys of a single query instead, which then needs no ``start``.
+    ``k [B, KV, S, D]``, ``v [B, KV, S, E]``, or one buffer of both in ``k [2, B, KV, S, D]``, or one of keys ``[1, B,
+    KV, S, D]`` whose first ``shared_dim`` elements are the values. ``start`` is an int32 array ``[1]``, the position of
+    the first query; keys after the last query's are not read. ``S`` decides how the keys are cut, because the number of
+    keys is known on the device only. ``gates`` are `sdpa.cache_attention`'s. ``positions [B, P]``, int32, list the keys
+    of a single query instead, which then needs no ``start``.
     """
     batch, _, length, _ = q.shape
     kv_heads, capacity, head_dim = k.shape[-3:]
@@ -168,12 +177,13 @@ def decode_attention(
         backend.name,
         q.shape,
         kv_heads,
-        head_dim if v is None else v.shape[3],
+        shared_dim or (head_dim if v is None else v.shape[3]),
         chunks,
         scale,
         causal and length > 1,
         window or 0,
         v is None,
+        shared_dim is not None,
         q.dtype,
         k.dtype,
         None if sinks is None else sinks.dtype,

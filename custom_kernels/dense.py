@@ -13,14 +13,15 @@ from turbospark_mlx.custom_kernels.backends.op import Op
 from turbospark_mlx.custom_kernels.gemv import PRODUCTS_PER_GROUP, ROWS, TOGETHER, in_parts
 from turbospark_mlx.errors import OptionError
 
-KERNEL = Kernel("dense_gemv", inputs=("w", "x", "bias"), outputs=("y",), headers=("eight",))
+KERNEL = Kernel("dense_gemv", inputs=("w", "x", "bias", "residual"), outputs=("y",), headers=("eight",))
 DENSE_MATMUL = Op("dense_matmul", (KERNEL,), rows=ROWS, only="of a matrix in another dtype", cpu="blas")
 
 
-def dense_matmul_reference(x, weight, *, bias=None) -> mx.array:
+def dense_matmul_reference(x, weight, *, bias=None, residual=None) -> mx.array:
     """Definition of `dense_matmul`."""
     y = x.astype(mx.float32) @ weight.astype(mx.float32).T
-    return (y if bias is None else y + bias.astype(mx.float32)).astype(x.dtype)
+    y = y if bias is None else y + bias.astype(mx.float32)
+    return (y if residual is None else y + residual.astype(mx.float32)).astype(x.dtype)
 
 
 def serves(x: mx.array, weight: mx.array, backend: Backend) -> bool:
@@ -34,7 +35,14 @@ def serves(x: mx.array, weight: mx.array, backend: Backend) -> bool:
 
 @lru_cache(maxsize=4096)
 def plan(
-    backend: str, shape: tuple[int, ...], most: int, out: int, dtype: mx.Dtype, weight: mx.Dtype, bias: mx.Dtype | None
+    backend: str,
+    shape: tuple[int, ...],
+    most: int,
+    out: int,
+    dtype: mx.Dtype,
+    weight: mx.Dtype,
+    bias: mx.Dtype | None,
+    residual: mx.Dtype | None,
 ) -> Launch:
     """The launch for ``x`` of ``shape``, whose rows, at most ``most``, are read together, and ``out`` rows of W."""
     columns = shape[-1]
@@ -56,22 +64,30 @@ def plan(
             ("M", most),
             ("ROWS", at_once),
             ("BIAS", bias is not None),
+            ("RESIDUAL", residual is not None),
         ),
         groups=(groups, 1),
         simdgroups=simdgroups,
-        input_dtypes=(weight, dtype, bias),
+        input_dtypes=(weight, dtype, bias, residual),
         output_shapes=((*shape[:-1], out),),
         output_dtypes=(dtype,),
     )
 
 
-def dense_matmul(x: mx.array, weight: mx.array, *, bias: mx.array | None = None, backend: Backend) -> mx.array:
-    """``x @ weight.T + bias``.
+def dense_matmul(
+    x: mx.array,
+    weight: mx.array,
+    *,
+    bias: mx.array | None = None,
+    residual: mx.array | None = None,
+    backend: Backend,
+) -> mx.array:
+    """``x @ weight.T + bias + residual``.
 
-    ``x [..., K]``, ``weight [N, K]`` float16, bfloat16 or float32, ``bias [N]`` -> ``[..., N]`` in the dtype of ``x``.
-    Up to 8 rows run in our kernel where the dtypes of ``x`` and ``weight`` differ, because the matrix would be cast at
-    each call. The rest uses MLX's product on GPUs and numpy's BLAS on a CPU. Raises OptionError for shapes that do not
-    fit.
+    ``x [..., K]``, ``weight [N, K]`` float16, bfloat16 or float32, ``bias [N]``, ``residual [..., N]`` -> ``[..., N]``
+    in the dtype of ``x``. Up to 8 rows run in our kernel where the dtypes of ``x`` and ``weight`` differ, because the
+    matrix would be cast at each call. The rest uses MLX's product on GPUs and numpy's BLAS on a CPU. Raises OptionError
+    for shapes that do not fit.
     """
     if weight.ndim != 2 or not x.ndim or x.shape[-1] != weight.shape[1]:
         raise OptionError(
@@ -79,20 +95,26 @@ def dense_matmul(x: mx.array, weight: mx.array, *, bias: mx.array | None = None,
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise OptionError(f"dense_matmul: bias is {list(bias.shape)}, but the result needs {list(weight.shape[:1])}")
+    if residual is not None and residual.shape != (*x.shape[:-1], weight.shape[0]):
+        raise OptionError(
+            f"dense_matmul: residual is {list(residual.shape)}, but the result is {[*x.shape[:-1], weight.shape[0]]}"
+        )
     if x.size == 0:
         return mx.zeros((*x.shape[:-1], weight.shape[0]), dtype=x.dtype)
     if serves(x, weight, backend):
         backend.count(DENSE_MATMUL.name, "kernel")
 
-        def launch(part: mx.array, most: int) -> mx.array:
-            dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+        def launch(part: mx.array, most: int, added: mx.array | None) -> mx.array:
+            dtypes = (x.dtype, weight.dtype, *(None if array is None else array.dtype for array in (bias, added)))
             call = plan(backend.name, part.shape, most, weight.shape[0], *dtypes)
-            return backend.launch(call, (weight, part, bias))[0]
+            return backend.launch(call, (weight, part, bias, added))[0]
 
-        return in_parts(launch, x, (), TOGETHER[backend.name], (*x.shape[:-1], weight.shape[0]))
+        return in_parts(launch, x, (residual,), TOGETHER[backend.name], (*x.shape[:-1], weight.shape[0]))
     if backend.device == "cpu":
         backend.count(DENSE_MATMUL.name, "blas")
-        return blas.dense_matmul(x, weight, bias=bias)
-    backend.count(DENSE_MATMUL.name, "mlx")
-    y = x @ weight.T.astype(x.dtype)
-    return y if bias is None else y + bias.astype(x.dtype)
+        y = blas.dense_matmul(x, weight, bias=bias)
+    else:
+        backend.count(DENSE_MATMUL.name, "mlx")
+        y = x @ weight.T.astype(x.dtype)
+        y = y if bias is None else y + bias.astype(x.dtype)
+    return y if residual is None else y + residual.astype(x.dtype)

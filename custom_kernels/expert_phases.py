@@ -19,7 +19,7 @@ from turbospark_mlx.custom_kernels.backends.op import Op
 from turbospark_mlx.custom_kernels.expert_arena import BlobMatrix, ExpertArena, ExpertBlob
 from turbospark_mlx.errors import OptionError
 
-_HEADERS = ("eight", "affine", "affine_block", "activation", "expert_rows")
+_HEADERS = ("eight", "affine", "affine_block", "fp4", "activation", "expert_rows")
 PHASE1 = Kernel("moe_phase1_gate_up_act", inputs=("blobs", "slots", "x"), outputs=("inner",), headers=_HEADERS)
 PHASE2 = Kernel(
     "moe_phase2_down_reduce",
@@ -27,15 +27,13 @@ PHASE2 = Kernel(
     outputs=("y",),
     headers=_HEADERS,
 )
-MOE_PHASE1 = Op(PHASE1.name, (PHASE1,), rows=gemv.ROWS, only="of INT4 or INT8 experts")
-MOE_PHASE2 = Op(PHASE2.name, (PHASE2,), rows=gemv.ROWS, only="of INT4 or INT8 experts")
-BITS = (4, 8)
+MOE_PHASE1 = Op(PHASE1.name, (PHASE1,), rows=gemv.ROWS, only="of INT4, INT8 or MXFP4 experts")
+MOE_PHASE2 = Op(PHASE2.name, (PHASE2,), rows=gemv.ROWS, only="of INT4, INT8 or MXFP4 experts")
+FORMATS = (("affine", 4), ("affine", 8), ("mxfp4", 4))
 MOST = 32
 """Experts a row: a simdgroup each on GPUs."""
 ALIGNMENT = 16
 """Bytes at multiples of which packed words begin: GPUs load four of them at a time."""
-ALPHA = 1.702
-"""That of clamped SwiGLU in ``metal/activation.h``."""
 
 
 @lru_cache(maxsize=256)
@@ -43,13 +41,9 @@ def readable(blob: ExpertBlob) -> bool:
     """Whether the kernels read experts of this kind."""
     gate, up = blob.gate, blob.up
     alike = all(
-        getattr(gate, name) == getattr(up, name) for name in ("bits", "group_size", "dtype", "bias_dtype")
+        getattr(gate, name) == getattr(up, name) for name in ("mode", "bits", "group_size", "dtype", "bias_dtype")
     ) and (gate.bias is None) == (up.bias is None)
-    return (
-        alike
-        and all(m.mode == "affine" and m.bits in BITS and m.offset % ALIGNMENT == 0 for m in blob.matrices)
-        and (blob.activation != "clamped_swiglu" or blob.alpha == ALPHA)
-    )
+    return alike and all((m.mode, m.bits) in FORMATS and m.offset % ALIGNMENT == 0 for m in blob.matrices)
 
 
 def serves(blob: ExpertBlob, dtype: mx.Dtype, rows: int, top_k: int, backend: Backend) -> bool:
@@ -99,6 +93,7 @@ def plan1(backend: str, blob: ExpertBlob, words: int, rows: int, top_k: int, dty
             ("BIAS", matrix.bias is not None),
             ("ACTIVATION", gemv.ACTIVATIONS.index(blob.activation)),
             ("LIMIT_BITS", float_bits(blob.limit)),
+            ("ALPHA_BITS", float_bits(blob.alpha)),
         ),
         groups=(groups, pairs),
         simdgroups=simdgroups,
@@ -198,8 +193,8 @@ def moe_phase1_gate_up_act(arena: ExpertArena, slots: mx.array, x: mx.array, *, 
     """``activation(gate(x[r]), up(x[r]))`` of the expert in ``slots[r, k]``, for each row ``r`` and then each ``k``.
 
     ``slots [rows, top_k]`` integer are rows of the arena's ``array``, which nobody checks; ``x [rows, hidden]`` ->
-    ``[rows * top_k, intermediate]`` in the dtype of ``x``. Up to 8 rows of INT4 and INT8 experts run in our kernel.
-    Raises OptionError for shapes that do not fit.
+    ``[rows * top_k, intermediate]`` in the dtype of ``x``. Up to 8 rows of INT4, INT8 and MXFP4 experts run in our
+    kernel. Raises OptionError for shapes that do not fit.
     """
     _check(MOE_PHASE1.name, arena, slots, x, (slots.shape[0], arena.blob.gate.columns))
     if not serves(arena.blob, x.dtype, *slots.shape, backend):

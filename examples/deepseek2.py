@@ -16,8 +16,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from turbospark_mlx import Runner
-from turbospark_mlx.families.deepseek2.routing import route
+from turbospark_mlx.families.deepseek2.model import routing
 from turbospark_mlx.families.layers import Positions
+from turbospark_mlx.families.moe import route
 from turbospark_mlx.store import resolve
 from turbospark_mlx.testing import make_tiny_install, variants
 
@@ -63,8 +64,9 @@ def show_routing(runner: Runner, ids: list[int]) -> None:
         if number in config.routed_layers():
             read = layer.self_attn(x, Positions(0, len(ids)), norm=layer.input_layernorm, residual=x)
             gate = layer.mlp.gate
-            logits = gate(layer.post_attention_layernorm(read)[0, -1:].astype(mx.float32))
-            chosen, weights = route(logits, gate.get("e_score_correction_bias"), config)
+            normed = layer.post_attention_layernorm(read)[0, -1:]
+            choice_bias = gate.get("e_score_correction_bias")
+            chosen, weights = route(gate, normed, **routing(config), choice_bias=choice_bias, backend=model.backend)
             pairs = zip(chosen[0].tolist(), weights[0].tolist(), strict=True)
             groups = f" of {config.topk_group} groups in {config.n_group}" if config.n_group > 1 else ""
             names = ", ".join(f"{expert} in group {expert // each} ({weight:.2f})" for expert, weight in pairs)

@@ -72,8 +72,9 @@ class Linear(Module):
         if bias:
             self.bias = mx.zeros((outputs,), DTYPES[bias])
 
-    def __call__(self, x: mx.array) -> mx.array:
-        return dense_matmul(x, self["weight"], bias=self.get("bias"), backend=self._backend)
+    def __call__(self, x: mx.array, *, residual: mx.array | None = None) -> mx.array:
+        """``residual`` is added after."""
+        return dense_matmul(x, self["weight"], bias=self.get("bias"), residual=residual, backend=self._backend)
 
 
 class AffineLinear(Module):
@@ -332,6 +333,8 @@ def project(
         x, norm = norm(x), None
     if isinstance(linear, AffineLinear):
         return linear(x, norm=norm, row_gate=row_gate, residual=residual)
+    if isinstance(linear, Linear) and row_gate is None:
+        return linear(x, residual=residual)
     y = linear(x)
     y = y if row_gate is None else y * mx.sigmoid(row_gate).astype(y.dtype)
     return y if residual is None else residual + y

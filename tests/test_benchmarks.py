@@ -40,15 +40,6 @@ TINY_EXPERTS = {
     "shared_expert_intermediate_size": 192,
 }
 
-
-def tiny(config: dict, **fields) -> dict:
-    """A shape in miniature."""
-    if "text_config" not in config:
-        return {**config, **TINY, **fields}
-    more = TINY_EXPERTS if "num_experts" in config["text_config"] else {"intermediate_size": 512}
-    return {**config, "text_config": {**config["text_config"], **TINY_QWEN, **more, **fields}}
-
-
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
@@ -63,24 +54,55 @@ def benchmarks(monkeypatch):
             del sys.modules[name]
 
 
-SPARK = {"layer_types": ["sliding_attention", "full_attention"]}
-MUSE = {**SPARK, "layer_rope_theta": [500000.0, 0]}
+YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
+KINDS = ["sliding_attention", "full_attention"]
+SMALLER = {
+    "llama-8b": {},
+    "llama-1b": {},
+    "deepseek-v2-lite": {
+        "moe_intermediate_size": 128,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 64,
+    },
+    # mlx-lm does not know that gpt-oss rounds no borders of YaRN.
+    "gpt-oss-20b": {"num_local_experts": 8, "layer_types": KINDS, "rope_scaling": YARN},
+    "qwen3-30b-a3b": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 128},
+    "muse-30b": {"layer_types": KINDS, "layer_rope_theta": [500000.0, 0]},
+    "spark-4b": {"layer_types": KINDS},
+    "qwen3.5-0.8b": TINY_QWEN,
+    "qwen3.5-35b-a3b": TINY_QWEN | TINY_EXPERTS,
+    "gemma4-26b-a4b": {
+        "layer_types": KINDS,
+        "num_global_key_value_heads": 1,
+        "global_head_dim": 128,
+        "num_experts": 8,
+        "top_k_experts": 3,
+        "moe_intermediate_size": 128,
+    },
+}
 
 
-@pytest.mark.parametrize(
-    ("shape", "layers"),
-    [
-        *[("llama-8b", {}), ("llama-1b", {}), ("muse-30b", MUSE), ("spark-4b", SPARK)],
-        *[("qwen3.5-0.8b", {}), ("qwen3.5-35b-a3b", {})],
-    ],
-)
-def test_a_made_up_model_and_its_twin_are_the_same(benchmarks, shape, layers):
+def tiny(shapes, shape):
+    """The shape with other sizes."""
+    config, changed = shapes.SHAPES[shape], TINY | SMALLER[shape]
+    if "text_config" in config:
+        return {**config, "vocab_size": TINY["vocab_size"], "text_config": config["text_config"] | changed}
+    return config | changed
+
+
+@pytest.mark.parametrize("shape", SMALLER)
+def test_a_made_up_model_and_its_twin_are_the_same(benchmarks, shape):
     import peers
     import shapes
 
-    config = tiny(shapes.SHAPES[shape], **layers)
+    config = tiny(shapes, shape)
     model = shapes.make_model(config, backends.select("reference"))
-    twin = peers.mlx_lm_twin(shapes.named_arrays(model), config, mx.float32)
+    twin = peers.mlx_lm_twin(shapes.arrays(model), config, mx.float32)
     ids = [5, 600, 17, 33]
     ours = np.array(Runner(model, max_context=16).prefill(ids))
     theirs = np.array(twin(mx.array([ids]))[0, -1])
@@ -100,6 +122,23 @@ def test_what_a_token_reads(benchmarks):
     assert shapes.bytes_a_token(model, 10) == everything - table + cache
     tied = shapes.make_model({**config, "tie_word_embeddings": True}, backends.select("reference"))
     assert shapes.bytes_a_token(tied, 10) == everything - table + cache
+    one, other = (
+        shapes.make_model(tiny(shapes, "qwen3-30b-a3b") | {"num_experts_per_tok": top_k}, backends.select("reference"))
+        for top_k in (2, 3)
+    )
+    # Two layers, three matrices of 256 x 128 in four bits, and half a bit for companions.
+    expert = 2 * 3 * 256 * 128 * 9 // 16
+    assert shapes.bytes_a_token(other, 10) - shapes.bytes_a_token(one, 10) == expert
+
+
+def test_fewer_layers(benchmarks):
+    import shapes
+
+    for shape in ("gpt-oss-20b", "qwen3-30b-a3b"):
+        config = tiny(shapes, shape)
+        model = shapes.make_model(shapes.first_layers(config, 1), backends.select("reference"))
+        assert len(model.layers) == 1
+        assert model.args.hidden_size == TINY["hidden_size"]
 
 
 def test_the_shape_of_llama_8b(benchmarks):
@@ -131,7 +170,7 @@ def test_the_shape_of_qwen_35b(benchmarks):
 def test_what_a_token_reads_of_experts(benchmarks):
     import shapes
 
-    config = tiny(shapes.SHAPES["qwen3.5-35b-a3b"])
+    config = tiny(shapes, "qwen3.5-35b-a3b")
     model = shapes.make_model(config, backends.select("reference"))
     kept = sum(a.nbytes for name, a in tree_flatten(model.parameters()) if "embed_tokens" not in name)
     chosen = 4 * 3 * 3 * 128 * 256 * (4 + 2 * 16 / 64) // 8  # layers, experts, matrices of 128 x 256

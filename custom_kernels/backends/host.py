@@ -26,6 +26,7 @@ TYPES = {
     mx.bfloat16: "bfloat16_t",
     mx.uint32: "uint",
     mx.int32: "int",
+    mx.uint8: "uint8_t",
 }
 NUMPY_TYPES = {mx.float32: np.float32, mx.int32: np.int32, mx.uint32: np.uint32}
 SHAPE, STRIDES = 1, 2

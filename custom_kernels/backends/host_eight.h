@@ -2,6 +2,10 @@
 
 typedef Float8 Eight;
 
+METAL_FUNC Eight zero_eight() {
+  return Eight{};
+}
+
 // A sum that is spread over eight lanes of a vector.
 typedef Float8 Partial;
 

@@ -14,7 +14,7 @@ METAL_FUNC float gelu_erf(float x) {
 }
 
 template <int ACTIVATION>
-METAL_FUNC float gated(float gate, float up, float limit) {
+METAL_FUNC float gated(float gate, float up, float limit, float alpha = 1.702f) {
   if (ACTIVATION == GELU_TANH) {
     // (1 + tanh(y)) / 2 is sigmoid(2 y).
     return gate * sigmoid(1.59576912f * gate * (1.0f + 0.044715f * gate * gate)) * up;
@@ -25,7 +25,7 @@ METAL_FUNC float gated(float gate, float up, float limit) {
   if (ACTIVATION == CLAMPED_SWIGLU) {
     gate = gate > limit ? limit : gate;
     up = up > limit ? limit : up < -limit ? -limit : up;
-    return gate * sigmoid(1.702f * gate) * (up + 1.0f);
+    return gate * sigmoid(alpha * gate) * (up + 1.0f);
   }
   return (ACTIVATION == SIGMOID ? 1.0f : gate) * sigmoid(gate) * up;
 }

@@ -1,4 +1,4 @@
-// A block of weights in registers, with its scale and offset as they are stored.
+// A block of affine-quantized weights in registers, with its scale and offset as they are stored.
 template <int BITS, typename S>
 struct Block {
   uint words[BITS];

@@ -1,5 +1,6 @@
     // Attention of few query rows over one chunk of the keys: q [B, H, L, D], k [B, KV, S, D] and v [B, KV, S, E] are any
-    // views; with CACHE, k is [2, B, KV, S, D] and holds both. The first query stands at position start [1], and the keys
+    // views; with CACHE, k is [2, B, KV, S, D] and holds both, or with SHARED_VALUES too [1, B, KV, S, D], where the first E
+    // elements of a key are its value. The first query stands at position start [1], and the keys
     // are those up to the last query's, as far as S reaches: S is the length of a ring that has overwritten the others.
     // H / KV * L query rows read one KV head; a threadgroup takes QUERIES of them and chunk y of the keys. Simdgroups
     // take KEYS keys at a time and keep a running peak, total and sum (Milakov and Gimelshein, 2018), which are merged in
@@ -8,8 +9,10 @@
     // A row of the result is one head of one token, [B, L, H, E]. Where there is one chunk, out [rows, E] is that result,
     // sinks included, and times the sigmoids of gates where GATES > 0 (attention.h). Otherwise out [rows, chunks, E], peaks
     // and totals [rows, chunks] go to attention_decode_combine.
-    constexpr uint D_COUNT = (D + SIMD_WIDTH - 1) / SIMD_WIDTH;
+    // A lane holds E_COUNT elements of a value and D_COUNT of a key, of which the first are the value's where it is shared.
     constexpr uint E_COUNT = (E + SIMD_WIDTH - 1) / SIMD_WIDTH;
+    constexpr uint TAIL = SHARED_VALUES ? D - E : SIMD_WIDTH, TAIL_COUNT = (TAIL + SIMD_WIDTH - 1) / SIMD_WIDTH;
+    constexpr uint D_COUNT = SHARED_VALUES ? E_COUNT + TAIL_COUNT : (D + SIMD_WIDTH - 1) / SIMD_WIDTH;
     threadgroup float simd_peaks[MAX_SIMDGROUPS];
     threadgroup float simd_totals[MAX_SIMDGROUPS];
     threadgroup float simd_sums[SIMDGROUPS * E];
@@ -24,7 +27,7 @@
     const bool single = chunks == 1;
     const int64_t key_step = k_strides[CACHE + 2], value_step = CACHE ? key_step : v_strides[2];
     const device KV_T* keys = k + kv_row / KV * k_strides[CACHE] + kv_row % KV * k_strides[CACHE + 1];
-    const device KV_T* values = CACHE ? keys + k_strides[0]
+    const device KV_T* values = CACHE ? keys + (SHARED_VALUES ? 0 : k_strides[0])
                                       : (const device KV_T*)v + kv_row / KV * v_strides[0] + kv_row % KV * v_strides[1];
 
     const int last_row = int(k_shape[CACHE + 2]) - 1;
@@ -42,8 +45,13 @@
     for (uint i = 0; i < QUERIES; ++i) {
       const uint share = min(set * QUERIES + i, share_count - 1);
       const uint head = kv_row % KV * (H / KV) + share / rows_a_head;
-      load_lane<D, D_COUNT>(
-          q + kv_row / KV * q_strides[0] + head * q_strides[1] + share % rows_a_head * q_strides[2], q_strides[3], lane, query[i]);
+      const device T* row = q + kv_row / KV * q_strides[0] + head * q_strides[1] + share % rows_a_head * q_strides[2];
+      if (SHARED_VALUES) {
+        load_lane<E, E_COUNT>(row, q_strides[3], lane, query[i]);
+        load_lane<TAIL, TAIL_COUNT>(row + E * q_strides[3], q_strides[3], lane, query[i] + E_COUNT);
+      } else {
+        load_lane<D, D_COUNT>(row, q_strides[3], lane, query[i]);
+      }
       UNROLL
       for (uint e = 0; e < D_COUNT; ++e) {
         query[i][e] *= as_type<float>(SCALE_BITS);
@@ -58,24 +66,27 @@
     }
 
     for (int first = begin + int(simd) * KEYS; first < end; first += SIMDGROUPS * KEYS) {
-      float score[QUERIES][KEYS];
+      float score[QUERIES][KEYS], kept[SHARED_VALUES ? KEYS : 1][D_COUNT];
       int at[KEYS];
       UNROLL
       for (int j = 0; j < KEYS; ++j) {
-        float key[D_COUNT];
-        const int t = min(first + j, end - 1);
+        const int slot = SHARED_VALUES ? j : 0, t = min(first + j, end - 1);
         at[j] = INDEXED ? min(int(positions[list + t * list_step]), last_row) : t;
-        if (CACHE) {
-          load_dense<D, D_COUNT>(keys + at[j] * key_step, lane, key);
+        const device KV_T* row = keys + at[j] * key_step;
+        if (SHARED_VALUES) {
+          load_dense<E, E_COUNT>(row, lane, kept[slot]);
+          load_dense<TAIL, TAIL_COUNT>(row + E, lane, kept[slot] + E_COUNT);
+        } else if (CACHE) {
+          load_dense<D, D_COUNT>(row, lane, kept[slot]);
         } else {
-          load_lane<D, D_COUNT>(keys + at[j] * key_step, k_strides[3], lane, key);
+          load_lane<D, D_COUNT>(row, k_strides[3], lane, kept[slot]);
         }
         UNROLL
         for (uint i = 0; i < QUERIES; ++i) {
           float dot = 0.0f;
           UNROLL
           for (uint e = 0; e < D_COUNT; ++e) {
-            dot += query[i][e] * key[e];
+            dot += query[i][e] * kept[slot][e];
           }
           score[i][j] = simd_sum(dot);
         }
@@ -106,17 +117,18 @@
       }
       UNROLL
       for (int j = 0; j < KEYS; ++j) {
+        const int slot = SHARED_VALUES ? j : 0;
         float value[E_COUNT];
-        if (CACHE) {
+        if (CACHE && !SHARED_VALUES) {
           load_dense<E, E_COUNT>(values + at[j] * value_step, lane, value);
-        } else {
+        } else if (!CACHE) {
           load_lane<E, E_COUNT>(values + at[j] * value_step, v_strides[3], lane, value);
         }
         UNROLL
         for (uint i = 0; i < QUERIES; ++i) {
           UNROLL
           for (uint e = 0; e < E_COUNT; ++e) {
-            sum[i][e] += score[i][j] * value[e];
+            sum[i][e] += score[i][j] * (SHARED_VALUES ? kept[slot][e] : value[e]);
           }
         }
       }

@@ -1,4 +1,4 @@
-    // y[m, n] = sum_k W[n, k] * x[m, k] + bias[n] over a W [N, K] of numbers, for the first rows of x, at most M. A
+    // y[m, n] = sum_k W[n, k] * x[m, k] + bias[n] + residual[m, n] over a W [N, K] of numbers, for the first rows of x, at most M. A
     // simdgroup takes ROWS rows of W at a time, as often as the grid makes necessary, and its lanes eight columns each.
     constexpr uint EIGHTS = K / 8;
     const uint lane = thread_index_in_simdgroup, simds = simdgroups_per_threadgroup;
@@ -53,6 +53,9 @@
           if (lane == 0 && first + r < N && m < present) {
             if (BIAS) {
               value += float(bias[first + r]);
+            }
+            if (RESIDUAL) {
+              value += float(residual[m * N + first + r]);
             }
             y[m * N + first + r] = T(value);
           }

@@ -28,6 +28,23 @@ METAL_FUNC Eight operator+(Eight a, float more) {
   return a;
 }
 
+METAL_FUNC Eight operator+(Eight a, Eight b) {
+  UNROLL
+  for (int i = 0; i < 8; ++i) {
+    a.values[i] += b.values[i];
+  }
+  return a;
+}
+
+METAL_FUNC Eight zero_eight() {
+  Eight to;
+  UNROLL
+  for (int i = 0; i < 8; ++i) {
+    to.values[i] = 0.0f;
+  }
+  return to;
+}
+
 // A sum that one lane holds.
 typedef float Partial;
 
@@ -125,5 +142,12 @@ METAL_FUNC void store_eight(device T* to, Eight values, float scale, float offse
   UNROLL
   for (int i = 0; i < 8; ++i) {
     to[i] = T(scale * values.values[i] + offset);
+  }
+}
+
+METAL_FUNC void store_eight(threadgroup float* to, Eight values, float scale, float offset) {
+  UNROLL
+  for (int i = 0; i < 8; ++i) {
+    to[i] = scale * values.values[i] + offset;
   }
 }

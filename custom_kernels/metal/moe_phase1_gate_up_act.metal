@@ -34,7 +34,7 @@
             gate += float(part_of<B>(blob, GATE_BIAS)[first + r]);
             up += float(part_of<B>(blob, UP_BIAS)[first + r]);
           }
-          inner[pair * F + first + r] = T(gated<ACTIVATION>(gate, up, as_type<float>(LIMIT_BITS)));
+          inner[pair * F + first + r] = T(gated<ACTIVATION>(gate, up, as_type<float>(LIMIT_BITS), as_type<float>(ALPHA_BITS)));
         }
       }
     }

@@ -12,15 +12,14 @@ import mlx.nn as nn
 import numpy as np
 
 from turbospark_mlx.cache import LatentKV
-from turbospark_mlx.custom_kernels import backends, rotate, rotations
+from turbospark_mlx.custom_kernels import HeadRows, backends, latent_attends, latent_attention, rotate, rotations
 from turbospark_mlx.custom_kernels.affine import GPU_PRODUCT_COLUMNS
 from turbospark_mlx.families.decoder import CausalModel, Decoder
 from turbospark_mlx.families.deepseek2.config import BIASED, Deepseek2Config
-from turbospark_mlx.families.deepseek2.routing import route
 from turbospark_mlx.families.deepseek2.weights import expected, experts
 from turbospark_mlx.families.feed_forward import FeedForward
-from turbospark_mlx.families.layers import Builder, Module, Positions, RoPE, project
-from turbospark_mlx.families.moe import routed_experts
+from turbospark_mlx.families.layers import AffineLinear, Builder, Module, Positions, RMSNorm, RoPE, project
+from turbospark_mlx.families.moe import route, routed_experts
 from turbospark_mlx.families.rope import attention_factor, frequencies
 
 _LATENT_EPS = 1e-6
@@ -114,6 +113,16 @@ class Attention(Module):
             q, latent = self._joint(norm(x), *parts)
         if "q_b_proj" in self:
             q = project(self.q_b_proj, q, norm=self.q_a_layernorm)
+        options = {"scale": self._scale, "mask": "causal" if L > 1 else None}
+        if cache is not None and cache.places(L) and (matrices := self._matrices()) is not None:
+            rotation = positions.rotation(self._rope)
+            if latent_attends(q, rotation, self._backend):
+                rows = cache.place(L, (B, 1, latent.shape[-1]), latent.dtype)
+                around = {"transposed": "embed_q" in self, "interleaved": self._rope.interleaved}
+                learned = self.kv_a_layernorm["weight"], rotation, rows, positions.start, *matrices
+                y = latent_attention(q, latent, *learned, **options, **around, eps=_LATENT_EPS, backend=self._backend)
+                cache.written(y)
+                return project(self.o_proj, y, residual=residual)
         q = q.reshape(B, L, self._heads, -1).transpose(0, 2, 1, 3)
         rows = mx.concatenate(
             [
@@ -125,7 +134,7 @@ class Attention(Module):
         if cache is not None:
             buffer, count = cache.append(rows[None])
             rows = buffer[0, :, :, :count]
-        y = self._attend(q[..., : self._nope], self._turn(q[..., self._nope :], positions), rows)
+        y = self._attend(q[..., : self._nope], self._turn(q[..., self._nope :], positions), rows, options)
         return project(self.o_proj, y.transpose(0, 2, 1, 3).reshape(B, L, -1), residual=residual)
 
     def _turn(self, x: mx.array, positions: Positions) -> mx.array:
@@ -134,9 +143,23 @@ class Attention(Module):
         rotation = positions.rotation(self._rope)
         return rotate(x, rotation, interleaved=self._rope.interleaved, backend=self._backend)
 
-    def _attend(self, q: mx.array, turned: mx.array, rows: mx.array) -> mx.array:
+    def _matrices(self) -> tuple[HeadRows, HeadRows] | None:
+        """Where keys and values come from, if both are packed and the norm of latents is this package's."""
+        names = ("embed_q", "unembed_out") if "embed_q" in self else ("kv_b_proj",)
+        if not isinstance(self.kv_a_layernorm, RMSNorm) or not all(isinstance(self[n], AffineLinear) for n in names):
+            return None
+
+        def rows(linear: AffineLinear, first: int, count: int, stride: int) -> HeadRows:
+            parts = (linear["weight"], linear["scales"], linear["biases"])
+            return HeadRows(*parts, linear.bits, linear.group_size, first, count, stride)
+
+        nope, values = self._nope, self._values
+        if "embed_q" in self:
+            return rows(self.embed_q, 0, self._latent, self._latent), rows(self.unembed_out, 0, values, values)
+        return rows(self.kv_b_proj, 0, nope, nope + values), rows(self.kv_b_proj, nope, values, nope + values)
+
+    def _attend(self, q: mx.array, turned: mx.array, rows: mx.array, options: dict[str, object]) -> mx.array:
         """``q [B, H, L, n]``, ``turned [B, H, L, r]`` over ``rows [B, 1, S, R + r]`` -> ``[B, H, L, v]``."""
-        options = {"scale": self._scale, "mask": "causal" if q.shape[2] > 1 else None}
         latents, heads, nope = rows[..., : self._latent], self._heads, self._nope
         if "embed_q" in self:
             q = per_head(self.embed_q, heads, slice(None), q, transpose=True, backend=self._backend)
@@ -154,12 +177,25 @@ class Attention(Module):
         return self._attention(mx.concatenate([q, turned], axis=-1), keys, each[..., nope:], **options)
 
 
+def routing(config: Deepseek2Config) -> dict[str, object]:
+    """How tokens choose their experts (arXiv:2405.04434, 2.1.3; arXiv:2412.19437, 2.1.2), as options of
+    `custom_kernels.router_topk_select`."""
+    return {
+        "top_k": config.num_experts_per_tok,
+        "normalize": config.norm_topk_prob,
+        "scale": config.routed_scaling_factor,
+        "sigmoid": config.topk_method == BIASED,
+        "groups": config.n_group,
+        "kept_groups": config.topk_group,
+    }
+
+
 class Mixture(Module):
     """Routed experts, and the shared ones, which every token meets, unweighted."""
 
     def __init__(self, config: Deepseek2Config, path: str, position: int, build: Builder):
         super().__init__()
-        self._config = config
+        self._routing, self._backend = routing(config), build.backend
         self.gate = build.linear(f"{path}.gate", config.hidden_size, config.n_routed_experts)
         if config.topk_method == BIASED:
             name = "e_score_correction_bias"
@@ -173,11 +209,12 @@ class Mixture(Module):
     def __call__(self, x: mx.array, *, norm: nn.Module, residual: mx.array) -> mx.array:
         """``norm`` is applied to ``x`` before, ``residual`` is added after."""
         rows = norm(x).reshape(-1, x.shape[-1])
-        logits = self.gate(rows.astype(mx.float32))
-        indices, weights = route(logits, self.gate.get("e_score_correction_bias"), self._config)
+        choice_bias = self.gate.get("e_score_correction_bias")
+        indices, weights = route(self.gate, rows, **self._routing, choice_bias=choice_bias, backend=self._backend)
         pending = self.switch_mlp.begin(indices)
         shared = self.shared_experts(x, norm=norm, residual=residual)
-        return shared + self.switch_mlp.finish(pending, rows, weights, meanwhile=(shared,)).reshape(x.shape)
+        added = shared.reshape(rows.shape)
+        return self.switch_mlp.finish(pending, rows, weights, meanwhile=(shared,), residual=added).reshape(x.shape)
 
 
 class DecoderLayer(Module):

@@ -81,10 +81,13 @@ def test_mlx_quantized_checkpoints(tmp_path, variant, module):
     with Install.open(tmp_path / "out.gturbo", verify="off") as install:
         assert read_config(install)[1].split_kv_b == split
     oracle = logits(tiny_config("deepseek2", variant), values(arrays, tiny_config("deepseek2", variant)), PROMPT[:30])
-    with Runner.open(tmp_path / "out.gturbo", kernels="reference") as runner:
-        assert_close(runner.model(mx.array([PROMPT[:30]]))[0], oracle)
-        assert_close(runner.prefill(PROMPT[:28]), oracle[27])
-        assert_close(runner.decode(PROMPT[28]), oracle[28])
+    for kernels in ("auto", "reference"):
+        with Runner.open(tmp_path / "out.gturbo", kernels=kernels) as runner:
+            assert_close(runner.model(mx.array([PROMPT[:30]]))[0], oracle)
+            assert_close(runner.prefill(PROMPT[:22]), oracle[21])
+            assert_close(runner.prefill(PROMPT[22:25]), oracle[24])
+            for position in range(25, 30):
+                assert_close(runner.decode(PROMPT[position]), oracle[position], f"{kernels}, {position}")
     with Runner.open(tmp_path / "out.gturbo", fused=False, kernels="reference") as runner:
         assert_close(runner.model(mx.array([PROMPT[:30]]))[0], oracle)
     again = run(tmp_path / "out.gturbo", tmp_path / "again.gturbo")

@@ -59,9 +59,11 @@ def test_every_layout_gives_its_own_logits(made, kind):
     oracle = reference_gpt_oss.logits(tiny_config("gpt_oss", VARIANT), meant, PROMPT[:30])
     for fused in (True, False):
         assert_close(load(path, fused=fused)(mx.array([PROMPT[:30]]))[0], oracle, f"{kind}, fused {fused}")
-    with Runner.open(path, kernels="reference", residency="resident", prefill_chunk=7) as runner:
-        assert_close(runner.prefill(PROMPT[:28]), oracle[27], kind)
-        assert_close(runner.decode(PROMPT[28]), oracle[28], kind)
+    for kernels in ("auto", "reference"):
+        with Runner.open(path, kernels=kernels, residency="resident", prefill_chunk=7) as runner:
+            assert_close(runner.prefill(PROMPT[:25]), oracle[24], kind)
+            for position in range(25, 30):
+                assert_close(runner.decode(PROMPT[position]), oracle[position], f"{kind}, {kernels}, {position}")
 
 
 @pytest.mark.parametrize("kind", gpt_oss_checkpoints.KINDS)

@@ -29,6 +29,7 @@ QUICK = {
     "muse-glimmer",
     "qwen4",
     "spark",
+    "deepseek-v2-lite",
 }
 EVERY = [
     pytest.param(family, variant, id=variant, marks=[] if variant in QUICK else pytest.mark.slow)

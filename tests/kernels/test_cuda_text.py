@@ -17,6 +17,7 @@ TYPES = {
     mx.bfloat16: "__nv_bfloat16",
     mx.uint32: "uint32_t",
     mx.int32: "int32_t",
+    mx.uint8: "uint8_t",
 }
 INCLUDES = """
 #include <cuda/std/array>

@@ -181,9 +181,14 @@ def test_matrices_in_half_precision(backend, rng, rows, columns, dtype):
     x = normal(rng, 1, rows, columns)
     expected = oracle.float64(x) @ oracle.float64(weight).T + oracle.float64(bias)
     assert oracle.relative_error(ck.dense_matmul(x, weight, bias=bias, backend=backend), expected) < 1e-5
-    assert backend.counters == {("dense_matmul", "kernel"): 1}
+    residual = normal(rng, 1, rows, 301)
+    found = ck.dense_matmul(x, weight, bias=bias, residual=residual, backend=backend)
+    assert oracle.relative_error(found, expected + oracle.float64(residual)) < 1e-5
+    assert backend.counters == {("dense_matmul", "kernel"): 2}
     with pytest.raises(OptionError, match=r"bias is \[300\]"):
         ck.dense_matmul(x, weight, bias=bias[1:], backend=backend)
+    with pytest.raises(OptionError, match=r"residual is \[1, \d, 300\]"):
+        ck.dense_matmul(x, weight, residual=residual[..., 1:], backend=backend)
 
 
 @pytest.mark.parametrize("name", ["metal", "cuda"])

@@ -245,12 +245,13 @@ def test_dense_matmul(backend, rng, dtype, monkeypatch):
     weight, bias = normal(rng, 77, 99, dtype=dtype), normal(rng, 77)
     for rows in (1, 2, 9, 65):
         x = normal(rng, 2, rows, 99)
-        expected = oracle.float64(x) @ oracle.float64(weight).T + oracle.float64(bias)
-        assert oracle.relative_error(ck.dense_matmul(x, weight, bias=bias, backend=backend), expected) < 1e-5
-        assert oracle.relative_error(dense.dense_matmul_reference(x, weight, bias=bias), expected) < 1e-5
+        added = {"bias": bias, "residual": normal(rng, 2, rows, 77)}
+        expected = oracle.float64(x) @ oracle.float64(weight).T + sum(map(oracle.float64, added.values()))
+        assert oracle.relative_error(ck.dense_matmul(x, weight, **added, backend=backend), expected) < 1e-5
+        assert oracle.relative_error(dense.dense_matmul_reference(x, weight, **added), expected) < 1e-5
         with monkeypatch.context() as patch:
             patch.setattr(blas, "SCRATCH_BYTES", 99 * 4 * 10)
-            assert oracle.relative_error(ck.dense_matmul(x, weight, bias=bias, backend=backend), expected) < 1e-5
+            assert oracle.relative_error(ck.dense_matmul(x, weight, **added, backend=backend), expected) < 1e-5
     assert ck.dense_matmul(mx.zeros((0, 99)), weight, backend=backend).shape == (0, 77)
     with pytest.raises(OptionError, match="do not fit"):
         ck.dense_matmul(mx.zeros((1, 98)), weight, backend=backend)

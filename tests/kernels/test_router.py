@@ -23,14 +23,31 @@ def backend(request):
     return emulator.backend() if request.param == "emulated" else ck.backends.select(request.param)
 
 
-def expected(x, weight=None, *, top_k, normalize, bias=0.0, logit_scale=1.0, scale=1.0, expert_scale=None):
+def expected(x, weight=None, *, top_k, normalize, bias=0.0, logit_scale=1.0, scale=1.0, expert_scale=None, **more):
     logits = ((x if weight is None else x @ weight.T) + bias) * logit_scale
+    if more:
+        return limited(logits, top_k, normalize, scale, **more)
     indices = np.argsort(-logits, axis=1, kind="stable")[:, :top_k]
     chosen = np.take_along_axis(logits, indices, 1)
     over = chosen if normalize else logits
     most = over.max(1, keepdims=True)
     weights = np.exp(chosen - most) / np.exp(over - most).sum(1, keepdims=True) * scale
     return indices, weights if expert_scale is None else weights * expert_scale[indices]
+
+
+def limited(logits, top_k, normalize, scale, *, sigmoid=False, choice_bias=None, groups=1, kept_groups=1):
+    """One row and one expert at a time."""
+    rows = []
+    for row in logits:
+        scores = 1 / (1 + np.exp(-row)) if sigmoid else np.exp(row - row.max()) / np.exp(row - row.max()).sum()
+        ranked, size = scores + (0 if choice_bias is None else choice_bias), len(row) // groups
+        best = [sum(sorted(ranked[g * size : (g + 1) * size])[-2 if sigmoid else -1 :]) for g in range(groups)]
+        kept = sorted(range(groups), key=lambda g: (-best[g], g))[:kept_groups]
+        there = [e for e in range(len(row)) if e // size in kept]
+        chosen = sorted(there, key=lambda e: (-ranked[e], e))[:top_k]
+        total = sum(scores[e] for e in chosen) if normalize else 1
+        rows.append((chosen, [scores[e] / total * scale for e in chosen]))
+    return np.array([chosen for chosen, _ in rows]), np.array([weights for _, weights in rows])
 
 
 def route(backend, x, weight=None, **options):
@@ -65,6 +82,38 @@ def test_a_product_with_everything_around_it(backend, dtype, rows, hidden, exper
     around = {"bias": normal(experts).astype(dtype), "expert_scale": mx.abs(normal(experts)).astype(dtype)}
     for normalize in (True, False):
         route(backend, x, weight, top_k=top_k, normalize=normalize, **around, logit_scale=0.125, scale=2.5)
+
+
+@pytest.mark.parametrize(("experts", "top_k", "groups", "kept_groups"), [(64, 6, 1, 1), (8, 3, 4, 2), (160, 6, 8, 3)])
+@pytest.mark.parametrize(("sigmoid", "biased"), [(True, True), (True, False), (False, False)])
+def test_scores_and_groups(backend, experts, top_k, groups, kept_groups, sigmoid, biased):
+    rng = np.random.default_rng(experts)
+    options = {"sigmoid": sigmoid, "groups": groups, "kept_groups": kept_groups, "normalize": biased, "scale": 2.5}
+    if biased:
+        # Below zero, what was dropped must not come before what was kept.
+        options["choice_bias"] = mx.array(rng.normal(size=experts).astype(np.float32) - 2)
+    route(backend, mx.array(rng.normal(size=(4, experts)).astype(np.float32) * 2), top_k=top_k, **options)
+    assert set(backend.counters) == {("router_topk_select", "mlx" if backend.name == "reference" else "kernel")}
+
+
+def test_groups_by_hand(backend):
+    """Of four pairs: the best experts are in pairs 0 and 2, the best two together in 1 and 3."""
+    scores = mx.array([[0.9, 0.1, 0.6, 0.6, 0.8, 0.1, 0.7, 0.7]])
+    logits = mx.log(scores / (1 - scores))
+    options = {"top_k": 3, "groups": 4, "kept_groups": 2, "normalize": True, "backend": backend}
+    indices, weights = ck.router_topk_select(logits, sigmoid=True, **options)
+    assert indices.tolist() == [[6, 7, 2]]
+    np.testing.assert_allclose(weights, [[0.35, 0.35, 0.3]], rtol=1e-6)
+    indices, weights = ck.router_topk_select(mx.log(scores), **options)
+    assert indices.tolist() == [[0, 4, 1]]
+    np.testing.assert_allclose(weights, [[0.5, 8 / 18, 1 / 18]], rtol=1e-6)
+    # Equal groups: the first ones. A bias turns the choice and no weight.
+    indices, weights = ck.router_topk_select(mx.zeros((1, 8)), sigmoid=True, **options)
+    assert indices.tolist() == [[0, 1, 2]]
+    bias = mx.array([0.0, 0, 0, 0, 0, 0.5, 0, 0.25])
+    indices, weights = ck.router_topk_select(logits, sigmoid=True, choice_bias=bias, **options)
+    assert indices.tolist() == [[7, 4, 6]]
+    np.testing.assert_allclose(weights, [[0.7 / 2.2, 0.8 / 2.2, 0.7 / 2.2]], rtol=1e-6)
 
 
 def test_routing_by_hand(backend):
@@ -115,6 +164,12 @@ def test_parts_that_do_not_fit_are_refused(backend):
         ({"bias": mx.zeros((3,))}, r"bias is \[3\], but there are 4 experts"),
         ({"expert_scale": mx.zeros((16,))}, r"expert_scale is \[16\]"),
         ({"logit_scale": 0.0}, "logit_scale is 0.0; it is a positive number"),
+        ({"groups": 3}, "1 of 3 groups of 4 experts"),
+        ({"groups": 4}, "1 of 4 groups of 4 experts have no 2 to choose"),
+        ({"groups": 2, "kept_groups": 3}, "3 of 2 groups"),
+        ({"groups": 4, "kept_groups": 3, "sigmoid": True}, "4 experts in 4 groups, which are ranked by their two best"),
+        ({"choice_bias": mx.zeros((4,))}, "choice_bias is for sigmoid=True"),
+        ({"choice_bias": mx.zeros((3,)), "sigmoid": True}, r"choice_bias is \[3\]"),
     ):
         with pytest.raises(OptionError, match=message):
             ck.router_topk_select(x, weight, **(options | wrong))

@@ -11,6 +11,7 @@ from turbospark_mlx.custom_kernels import gemv
 from turbospark_mlx.custom_kernels.append_attention import append_attention_reference
 from turbospark_mlx.custom_kernels.backends import Backend
 from turbospark_mlx.custom_kernels.delta_net import gated_delta_step_reference
+from turbospark_mlx.custom_kernels.latent_attention import latent_attention_reference
 
 Call = tuple[Callable[..., mx.array], list[mx.array]]
 
@@ -71,9 +72,14 @@ def affine(
 
 
 def dense(backend, rows, columns, out, dtype, weights, *, biased):
+    """With a bias and what is added, or with neither."""
     arrays = [normal(rows, columns, dtype=dtype), normal(out, columns, dtype=weights)]
-    arrays += [normal(out, dtype=dtype)] * biased
-    return lambda x, w, b=None: ck.dense_matmul(x, w, bias=b, backend=backend), arrays
+    arrays += [normal(out, dtype=dtype), normal(rows, out, dtype=dtype)] * biased
+
+    def call(x, weight, bias=None, residual=None):
+        return ck.dense_matmul(x, weight, bias=bias, residual=residual, backend=backend)
+
+    return call, arrays
 
 
 def attend(backend, heads, kv_heads, length, keys, head_dim, value_dim, dtype, kv_dtype, *, sinks=False, **options):
@@ -249,6 +255,38 @@ def step(
     return call, arrays
 
 
+def latents(backend, heads, sizes, length, capacity, start, stored, dtype, *, transposed=False, interleaved=True):
+    """A decode step over latents, into which the rows are first written; ``sizes`` are n, r, R and v, ``stored`` is
+    (bits, group). Queries and latents are parts of one product."""
+    nope, turned, rank, values = sizes
+    joint = normal(1, length, heads * (nope + turned) + rank + turned, dtype=dtype)
+    shapes = [(rank, nope), (values, rank)] if transposed else [(nope + values, rank)]
+    matrices = [packed(heads * rows, columns, *stored, mx.bfloat16) for rows, columns in shapes]
+    arrays = [
+        joint,
+        normal(rank, dtype=dtype),
+        normal(length, turned // 2, 2),
+        normal(1, 1, 1, capacity, rank + turned, dtype=dtype),
+        mx.array([start], dtype=mx.int32),
+        *(part for matrix in matrices for part in matrix),
+    ]
+    options = {"scale": 0.02, "transposed": transposed, "interleaved": interleaved, "eps": 1e-6, "mask": "causal"}
+
+    def call(joint, norm_weight, rotation, cache, start, *parts):
+        q, latent = mx.split(joint, [heads * (nope + turned)], axis=-1)
+        if transposed:
+            rows = ck.HeadRows(*parts[:3], *stored, 0, rank, rank), ck.HeadRows(*parts[3:], *stored, 0, values, values)
+        else:
+            rows = [ck.HeadRows(*parts, *stored, *at, nope + values) for at in ((0, nope), (nope, values))]
+        given = (q, latent, norm_weight, rotation)
+        if not ck.latent_attends(q, rotation, backend):
+            return latent_attention_reference(*given, cache, start, *rows, **options)
+        cache = cache + 0  # the test's own is not to change
+        return ck.latent_attention(*given, cache, start, *rows, **options, backend=backend), cache
+
+    return call, arrays
+
+
 def rotate(backend, shape, pairs, dtype, **options):
     arrays = [normal(*shape, dtype=dtype), normal(shape[2], pairs, 2)]
     return partial(ck.rotate, **options, backend=backend), arrays
@@ -290,11 +328,15 @@ def sparse(backend, length, heads, width, keys, block, top_k, dtype, kv_dtype):
     yield listed, [*arrays, mx.array(chosen[None].astype(np.int32))]
 
 
-def router(backend, rows, hidden, experts, top_k, dtype, weights, *, normalize, arounds=False, **options):
-    """Logits alone where there is no ``hidden``, a matrix of ``weights`` otherwise; with what can stand around them."""
+def router(backend, rows, hidden, experts, top_k, dtype, weights, *, normalize, arounds=False, biased=False, **options):
+    """Logits alone where there is no ``hidden``, a matrix of ``weights`` otherwise; with what can stand around them, or
+    ``biased`` in the choice."""
     optional = {"weight": normal(experts, hidden, dtype=weights)} if hidden else {}
     if arounds:
         optional |= {"bias": normal(experts, dtype=weights), "expert_scale": normal(experts, dtype=weights)}
+
+    if biased:
+        optional["choice_bias"] = normal(experts) - 2
 
     def call(x, *rest):
         named = dict(zip(optional, rest, strict=True)) | options
@@ -303,9 +345,9 @@ def router(backend, rows, hidden, experts, top_k, dtype, weights, *, normalize, 
     return call, [normal(rows, hidden or experts, dtype=dtype), *optional.values()]
 
 
-def experts(count, hidden, intermediate, stored, companions, activation, *, biased=False):
-    """The kind of experts, and ``count`` of them in one array; ``stored`` is (bits, group) of gate and up, and of down.
-    Each blob has a gap, and begins with one."""
+def experts(count, hidden, intermediate, stored, companions, activation, *, biased=False, alpha=1.702):
+    """The kind of experts, and ``count`` of them in one array; ``stored`` is (bits, group) of gate and up, and of down,
+    with ``"mxfp4"`` for bits where it is that. Each blob has a gap, and begins with one."""
     rng, offset, parts = np.random.default_rng((count, hidden, intermediate)), 48, []
 
     def place(array):
@@ -316,15 +358,22 @@ def experts(count, hidden, intermediate, stored, companions, activation, *, bias
         return parts[-1][0]
 
     def matrix(rows, columns, bits, group_size):
-        words, scales, biases = packed(count * rows, columns, bits, group_size, companions)
-        places = {"offset": place(words), "scales": place(scales), "biases": place(biases)}
+        if bits == "mxfp4":
+            words = mx.array(rng.integers(0, 2**32, (count * rows, columns // 8), dtype=np.uint32))
+            exponents = mx.array(rng.integers(118, 124, (count * rows, columns // 32), dtype=np.uint8))
+            places = {"offset": place(words), "scales": place(exponents)}
+            kind = {"dtype": mx.uint8, "bits": 4, "group_size": group_size, "mode": bits}
+        else:
+            words, scales, biases = packed(count * rows, columns, bits, group_size, companions)
+            places = {"offset": place(words), "scales": place(scales), "biases": place(biases)}
+            kind = {"dtype": companions, "bits": bits, "group_size": group_size}
         if biased:
-            values = mx.array(rng.normal(size=(count, rows)).astype(np.float32)).astype(mx.float16)
-            places |= {"bias": place(values), "bias_dtype": mx.float16}
-        return ck.BlobMatrix(rows, columns, dtype=companions, bits=bits, group_size=group_size, **places)
+            values = mx.array(rng.normal(size=(count, rows)).astype(np.float32)).astype(companions)
+            places |= {"bias": place(values), "bias_dtype": companions}
+        return ck.BlobMatrix(rows, columns, **kind, **places)
 
     gate, up = (matrix(intermediate, hidden, *stored[0]) for _ in range(2))
-    blob = ck.ExpertBlob(gate, up, matrix(hidden, intermediate, *stored[1]), activation, 1.702, 7.0)
+    blob = ck.ExpertBlob(gate, up, matrix(hidden, intermediate, *stored[1]), activation, alpha, 7.0)
     blobs = np.full((count, -(-offset // 64) * 64), 255, np.uint8)
     for start, array in parts:
         blobs[:, start : start + array.shape[1]] = array
@@ -351,7 +400,7 @@ def phases(backend, rows, top_k, dtype, kind, *, residual=False):
     yield second, [blobs, slots, normal(rows * top_k, intermediate, dtype=dtype), weights, *added]
 
 
-INT4, INT8 = ((4, 64), (4, 64)), ((8, 128), (8, 32))
+INT4, INT8, MXFP4 = ((4, 64), (4, 64)), ((8, 128), (8, 32)), (("mxfp4", 32), ("mxfp4", 32))
 
 
 def variants(backend: Backend) -> Iterator[Call]:
@@ -417,12 +466,16 @@ def variants(backend: Backend) -> Iterator[Call]:
     for rows in (1, 8):
         yield router(backend, rows, None, 128, 8, mx.float32, mx.bfloat16, normalize=True, arounds=True, scale=2.5)
         yield router(backend, rows, 64, 8, 2, mx.float32, mx.bfloat16, normalize=True)
+        limits = {"sigmoid": True, "groups": 8, "kept_groups": 4}
+        yield router(backend, rows, 64, 64, 6, mx.float32, mx.bfloat16, normalize=rows == 1, biased=True, **limits)
         yield router(backend, rows, 77, 60, 4, mx.float32, mx.float16, normalize=False, arounds=True, logit_scale=0.1)
         for activation, options in (("silu", {}), ("gelu_tanh", {}), ("clamped_swiglu", {"biased": True})):
             kind = experts(12, 384, 192, INT4, mx.bfloat16, activation, **options)
             yield from phases(backend, rows, 8, mx.bfloat16, kind, residual=activation == "silu")
     for dtype in DTYPES:
         yield from phases(backend, 1, 2, dtype, experts(3, 128, 224, ((8, 64), (4, 32)), mx.float16, "silu"))
+        kind = experts(4, 352, 96, MXFP4, mx.bfloat16, "clamped_swiglu", biased=True, alpha=1.3)
+        yield from phases(backend, 1, 3, dtype, kind, residual=True)
     for dtype in DTYPES:
         yield from streams(backend, (1, 1, 10240), 4, dtype)
         yield from streams(backend, (2, 3, 240), 3, dtype)
@@ -443,6 +496,8 @@ def variants(backend: Backend) -> Iterator[Call]:
         yield delta(backend, 1, 1, 3, 128, 128, dtype, activation="sigmoid", placed=True)
         yield delta(backend, 19, 1, 2, 128, 128, dtype)
         yield delta(backend, 3, 2, 2, 40, 12, dtype, taps=2, activation="sigmoid")
+        yield latents(backend, 4, (128, 64, 512, 128), 1, 70, 60, (4, 64), dtype)
+        yield latents(backend, 3, (32, 8, 64, 24), 3, 20, 7, (8, 32), dtype, transposed=True, interleaved=False)
 
 
 def misaligned(variant: Call) -> Call:
@@ -488,7 +543,7 @@ def awkward(backend: Backend) -> Iterator[Call]:
             yield affine(backend, rows, columns, 514, 4, 64, dtype, mx.bfloat16, norm_weight=(columns,), **gated)
         yield look_up(backend, 3, 4, 64, dtype)
         yield router(backend, 5, 200, 130, 6, mx.float32, dtype, normalize=dtype == mx.float16, arounds=True)
-        for stored in (INT4, INT8, ((4, 32), (8, 64))):
+        for stored in (INT4, INT8, MXFP4, ((4, 32), (8, 64))):
             kind = experts(9, 1152, 640, stored, dtype, "gelu_tanh", biased=True)
             yield from phases(backend, 5, 7, dtype, kind, residual=True)
         yield router(backend, 3, None, 513, 11, mx.float32, dtype, normalize=dtype == mx.float16)
@@ -507,6 +562,8 @@ def awkward(backend: Backend) -> Iterator[Call]:
             yield attend(backend, *sizes, dtype, dtype, sinks=sinks, mask="causal", window=window)
         yield step(backend, 3, 37, 30, 80, dtype, normed=True, sinks=True)
         yield step(backend, 3, 7, 12, 16, dtype)
+        yield latents(backend, 5, (19, 10, 96, 6), 5, 33, 28, (3, 32), dtype)
+        yield latents(backend, 16, (128, 64, 512, 128), 1, 1300, 1290, (4, 64), dtype, interleaved=False)
         yield step(backend, 1, 37, 30, 80, dtype, normed=True, learned=False)
         yield step(backend, 3, 37, 30, 80, dtype, normed=True, learned=False, pairs=9)
         yield delta(backend, 1, 3, 9, 33, 70, dtype, taps=3, placed=True)

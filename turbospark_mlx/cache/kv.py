@@ -37,6 +37,9 @@ class Mark:
 class _KV:
     """What both kinds share. ``offset`` is the number of tokens seen, which is the position of the next one."""
 
+    _planes = 2
+    """The first axis of the buffer: keys and values."""
+
     def __init__(self, most: int | None) -> None:
         """``most`` bounds the rows of the buffer; None lets it grow."""
         self.offset = 0
@@ -93,7 +96,7 @@ class _KV:
         rows = end if self._most is None else min(end, self._most)
         if rows > self._capacity():
             like = self._buffer
-            update = (2, *shape[:2], length, shape[2]) if like is None else like.shape
+            update = (self._planes, *shape[:2], length, shape[2]) if like is None else like.shape
             self._reserve(rows, update, dtype if like is None else like.dtype)
         self._advance(end)
         return self._buffer

@@ -13,9 +13,7 @@ class LatentKV(LinearKV):
     The buffer, and what `append` takes, is ``[1, B, KV, capacity, D]``. Otherwise as `LinearKV`.
     """
 
-    def places(self, length: int) -> bool:
-        """Rows are never written in place: no kernel makes one as a whole."""
-        return False
+    _planes = 1
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """`append` with ``keys [B, KV, L, D]`` and ``values [B, KV, L, E]`` apart; those of all tokens come back."""
