@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests.families.models import config_of
-from turbospark_mlx import admission
+from turbospark_mlx import memory
 from turbospark_mlx.admission import resolve_context
 from turbospark_mlx.errors import OptionError
 from turbospark_mlx.gturbo.files import spell_bytes
@@ -41,19 +41,19 @@ def test_what_is_asked_for_may_take_all_the_room(config):
 
 
 def test_memory_is_found():
-    assert 10**6 < admission.available_bytes("cpu") < 10**15
+    assert 10**6 < memory.available_bytes("cpu") < 10**15
 
 
 @pytest.mark.parametrize("kind", [resource.RLIMIT_DATA, resource.RLIMIT_AS])
 def test_limits_of_the_process_count(monkeypatch, kind):
     held = {"/proc/self/status": "VmSize:\t    3000 kB\nVmData:\t    2000 kB\n"}
-    monkeypatch.setattr(admission, "_read", lambda path: held.get(path, ""))
+    monkeypatch.setattr(memory, "_read", lambda path: held.get(path, ""))
     limits = {kind: 5000 * 1024}
     monkeypatch.setattr(resource, "getrlimit", lambda asked: (limits.get(asked, resource.RLIM_INFINITY), 0))
     left = {resource.RLIMIT_DATA: 3000, resource.RLIMIT_AS: 2000}[kind]
-    assert admission.available_bytes("cpu") == left * 1024
+    assert memory.available_bytes("cpu") == left * 1024
     limits[kind] = 1000 * 1024
-    assert admission.available_bytes("cpu") == 0
+    assert memory.available_bytes("cpu") == 0
 
 
 @pytest.mark.parametrize(

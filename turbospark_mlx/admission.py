@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import operator
-import re
-import resource
 from dataclasses import dataclass
-from pathlib import Path
-
-import mlx.core as mx
 
 from turbospark_mlx.errors import OptionError
 from turbospark_mlx.gturbo.files import spell_bytes
@@ -85,30 +80,3 @@ def whole_number(option: str, value: int) -> int:
     if number < 1 or isinstance(value, bool):
         raise OptionError(f"{option}={value!r}: a whole number of at least 1 is needed.")
     return number
-
-
-def available_bytes(device: str) -> int:
-    """Bytes that arrays may still take on ``device`` (``"cpu"`` or ``"gpu"``).
-
-    MLX's limit less what it holds; on a CPU under Linux also what the kernel calls available, what the control group
-    allows and what the limits of the process leave: MLX ends a process that gets no memory.
-    """
-    bounds = [mx.get_memory_limit() - mx.get_active_memory()]
-    if device == "cpu":
-        if found := re.search(r"MemAvailable:\s+(\d+) kB", _read("/proc/meminfo")):
-            bounds.append(int(found[1]) * 1024)
-        if (limit := _read("/sys/fs/cgroup/memory.max").strip()).isdigit():
-            bounds.append(int(limit) - mx.get_active_memory())
-        status = _read("/proc/self/status")
-        for limited, held in ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize")):
-            soft, _ = resource.getrlimit(limited)
-            if soft != resource.RLIM_INFINITY and (found := re.search(rf"{held}:\s+(\d+) kB", status)):
-                bounds.append(soft - int(found[1]) * 1024)
-    return max(0, min(bounds))
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text()
-    except OSError:
-        return ""

@@ -14,12 +14,13 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from turbospark_mlx.admission import available_bytes, whole_number
+from turbospark_mlx.admission import whole_number
 from turbospark_mlx.errors import ContextError, OptionError
 from turbospark_mlx.experts import ExpertCounters
 from turbospark_mlx.experts.blob import used_bytes
 from turbospark_mlx.experts.reader import ExpertReader
 from turbospark_mlx.gturbo import Install
+from turbospark_mlx.memory import available_bytes
 from turbospark_mlx.runner import Runner
 
 TEXT = (

@@ -7,8 +7,6 @@ them back to where the call began or, where the evaluation itself failed, emptie
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import math
 import operator
 import os
@@ -24,13 +22,14 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from turbospark_mlx import loader
-from turbospark_mlx.admission import ContextLimit, available_bytes, resolve_context, whole_number
+from turbospark_mlx.admission import ContextLimit, resolve_context, whole_number
 from turbospark_mlx.cache import mark_all, reusable_prefix, rollback_all, trim_all
 from turbospark_mlx.custom_kernels import backends
 from turbospark_mlx.errors import BackendError, ContextError, OptionError, TurbosparkError
 from turbospark_mlx.experts import ExpertCounters, ExpertStore, Resolved, least_bytes, open_experts
 from turbospark_mlx.gturbo import Install
 from turbospark_mlx.gturbo.files import spell_bytes
+from turbospark_mlx.memory import available_bytes, give_back
 from turbospark_mlx.step import DecodeStep
 from turbospark_mlx.tokenizer import Tokenizer
 
@@ -203,6 +202,7 @@ class Runner:
             runner = cls(model, max_context=limit, prefill_chunk=prefill_chunk, install=install)
             runner._compile_kernels()
             stack.pop_all()
+        give_back()
         return runner
 
     def _compile_kernels(self) -> None:
@@ -278,6 +278,8 @@ class Runner:
                 chunk = ids[first : first + self._chunk]
                 done = first + len(chunk)
                 logits = self._forward(chunk, head=done == len(ids))
+                if done < len(ids) and self.model.backend.device == "cpu":
+                    give_back()  # the next chunk's attention has other sizes
                 if progress is not None:
                     progress(done, len(ids))
         except BaseException:
@@ -362,11 +364,7 @@ class Runner:
             self.experts = None
         if self._install is not None:
             self._install.close()
-        # Modules hold each other, MLX keeps the memory of what is gone for arrays to come, and glibc what MLX frees.
-        gc.collect()
-        mx.clear_cache()
-        if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
-            trim(0)
+        give_back()
 
     def __enter__(self) -> Runner:
         return self

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from turbospark_mlx import families
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPT = EXAMPLES / "llama.py"
 
@@ -17,6 +19,11 @@ def run(script: str, *arguments: str, monkeypatch, capsys) -> str:
     monkeypatch.setattr(sys, "argv", [script, *arguments])
     runpy.run_path(str(EXAMPLES / script), run_name="__main__")
     return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("family", families.PACKAGES)
+def test_every_family_has_an_example_that_runs_at_once(family, monkeypatch, capsys):
+    assert len(run(f"{family}.py", monkeypatch=monkeypatch, capsys=capsys).splitlines()) > 5
 
 
 @pytest.mark.parametrize("variant", ["llama", "mistral"])

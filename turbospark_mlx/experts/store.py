@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 import mlx.core as mx
 
-from turbospark_mlx.admission import available_bytes
 from turbospark_mlx.custom_kernels import ExpertArena, expert_mixture
 from turbospark_mlx.custom_kernels.backends import Backend
 from turbospark_mlx.errors import OptionError
@@ -21,6 +20,7 @@ from turbospark_mlx.experts.resolve import Resolved, resolve
 from turbospark_mlx.experts.slots import Policy, SlotTable
 from turbospark_mlx.experts.streamed import Streamed
 from turbospark_mlx.gturbo import Install
+from turbospark_mlx.memory import available_bytes
 from turbospark_mlx.protocols import Experts, ExpertSpec
 
 
