@@ -56,6 +56,36 @@ class HybridSizes:
         """Radians a position that each pair turns by: float64 ``[rotary width / 2]``."""
         return self.rope_theta ** (-np.arange(0, self.rotary_width, 2) / self.rotary_width)
 
+    def hybrid_arch(self) -> dict[str, Any]:
+        """The part of the manifest's ``arch`` that all of them have."""
+        return {
+            "hiddenSize": self.hidden_size,
+            "moeIntermediateSize": self.moe_intermediate_size,
+            "numHeads": self.num_attention_heads,
+            "numKVHeads": self.num_key_value_heads,
+            "numFullKVHeads": self.num_key_value_heads,
+            "headDim": self.head_dim,
+            "fullHeadDim": self.head_dim,
+            "vocabSize": self.vocab_size,
+            "slidingWindow": 0,
+            "finalLogitSoftcap": 0.0,
+            "ropeTheta": self.rope_theta,
+            "fullRopeTheta": self.rope_theta,
+            "partialRotaryFactor": self.partial_rotary_factor,
+            "numLayers": self.num_hidden_layers,
+            "numExperts": self.num_experts,
+            "topKExperts": self.num_experts_per_tok,
+            "tieWordEmbeddings": self.tie_word_embeddings,
+            "fullAttentionLayerMask": self.layer_mask,
+            "trainedContext": self.max_position_embeddings,
+            "attentionScale": self.head_dim**-0.5,
+            "linearNumKHeads": self.linear_num_key_heads,
+            "linearNumVHeads": self.linear_num_value_heads,
+            "linearKeyHeadDim": self.linear_key_head_dim,
+            "linearValueHeadDim": self.linear_value_head_dim,
+            "linearConvKernelSize": self.linear_conv_kernel_dim,
+        }
+
     @property
     def layer_mask(self) -> list[int]:
         """The manifest's number for each kind of layer."""

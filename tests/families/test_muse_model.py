@@ -12,7 +12,7 @@ from tests.families.models import build, config_of, model_of, weights_of
 from tests.families.oracles import PROMPT, assert_close, assert_exact, mlx_lm_model
 from turbospark_mlx.cache import LinearKV, RingKV
 from turbospark_mlx.errors import ConvertError
-from turbospark_mlx.families.layers import PlainCenteredRMSNorm, RMSNorm
+from turbospark_mlx.families.layers import PlainRMSNorm, RMSNorm
 from turbospark_mlx.families.muse import FAMILY
 from turbospark_mlx.protocols import Dropped, Placement
 from turbospark_mlx.runner import Runner
@@ -130,7 +130,7 @@ def test_a_small_output_of_a_block_keeps_its_size():
 
 def test_centered_weights_are_not_rounded_with_the_1():
     """In bfloat16, 1 + 0.003 is 1, so that every value would be 0.3 % too small. Rounding errors cancel out."""
-    norm = PlainCenteredRMSNorm(64, eps=1e-5)
+    norm = PlainRMSNorm(64, 1e-5, None, centered=True)
     norm.weight = mx.full((64,), 0.003, mx.bfloat16)
     x = mx.random.normal((3, 64), key=mx.random.key(0)).astype(mx.bfloat16)
     found, wide = norm(x), np.array(x.astype(mx.float32)).astype(np.float64)
