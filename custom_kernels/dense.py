@@ -21,7 +21,7 @@ def dense_matmul_reference(x, weight, *, bias=None, residual=None) -> mx.array:
     """Definition of `dense_matmul`."""
     y = x.astype(mx.float32) @ weight.astype(mx.float32).T
     y = y if bias is None else y + bias.astype(mx.float32)
-    return (y if residual is None else y + residual.astype(mx.float32)).astype(x.dtype)
+    return y.astype(x.dtype) if residual is None else (y + residual.astype(mx.float32)).astype(residual.dtype)
 
 
 def serves(x: mx.array, weight: mx.array, backend: Backend) -> bool:
@@ -59,6 +59,7 @@ def plan(
         template=(
             ("T", dtype),
             ("W", weight),
+            ("Y", residual or dtype),
             ("K", columns),
             ("N", out),
             ("M", most),
@@ -70,7 +71,7 @@ def plan(
         simdgroups=simdgroups,
         input_dtypes=(weight, dtype, bias, residual),
         output_shapes=((*shape[:-1], out),),
-        output_dtypes=(dtype,),
+        output_dtypes=(residual or dtype,),
     )
 
 
@@ -85,9 +86,9 @@ def dense_matmul(
     """``x @ weight.T + bias + residual``.
 
     ``x [..., K]``, ``weight [N, K]`` float16, bfloat16 or float32, ``bias [N]``, ``residual [..., N]`` -> ``[..., N]``
-    in the dtype of ``x``. Up to 8 rows run in our kernel where the dtypes of ``x`` and ``weight`` differ, because the
-    matrix would be cast at each call. The rest uses MLX's product on GPUs and numpy's BLAS on a CPU. Raises OptionError
-    for shapes that do not fit.
+    in the dtype of ``residual``, else of ``x``. Up to 8 rows run in our kernel where the dtypes of ``x`` and ``weight``
+    differ, because the matrix would be cast at each call. The rest uses MLX's product on GPUs and numpy's BLAS on a
+    CPU. Raises OptionError for shapes that do not fit.
     """
     if weight.ndim != 2 or not x.ndim or x.shape[-1] != weight.shape[1]:
         raise OptionError(
@@ -100,7 +101,7 @@ def dense_matmul(
             f"dense_matmul: residual is {list(residual.shape)}, but the result is {[*x.shape[:-1], weight.shape[0]]}"
         )
     if x.size == 0:
-        return mx.zeros((*x.shape[:-1], weight.shape[0]), dtype=x.dtype)
+        return mx.zeros((*x.shape[:-1], weight.shape[0]), dtype=x.dtype if residual is None else residual.dtype)
     if serves(x, weight, backend):
         backend.count(DENSE_MATMUL.name, "kernel")
 
@@ -117,4 +118,4 @@ def dense_matmul(
         backend.count(DENSE_MATMUL.name, "mlx")
         y = x @ weight.T.astype(x.dtype)
         y = y if bias is None else y + bias.astype(x.dtype)
-    return y if residual is None else y + residual.astype(x.dtype)
+    return y if residual is None else (residual + y).astype(residual.dtype)

@@ -57,7 +57,7 @@
             if (RESIDUAL) {
               value += float(residual[m * N + first + r]);
             }
-            y[m * N + first + r] = T(value);
+            y[m * N + first + r] = Y(value);
           }
         }
       }

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
+import pytest
 
 from benchmarks.peers import mlx_lm_twin
 from tests.families import (
@@ -109,3 +110,16 @@ def assert_close(ours, oracle, what: str = "") -> None:
 def assert_exact(ours, other, what: str = "") -> None:
     """``exact``: bit for bit."""
     np.testing.assert_array_equal(np.asarray(ours), np.asarray(other), err_msg=what)
+
+
+SWITCHES = {
+    *("llama-biases", "mistral", "qwen2-windows", "mixtral-windows", "qwen3-moe"),
+    *("gemma4-moe", "gemma4-small", "gpt-oss", "qwen3.5", "qwen3.5-moe", "qwen4"),
+    *("deepseek-v2-lite", "deepseek-v3", "spark", "muse-glimmer"),
+}
+"""Variants that between them have every switch of every family that is about more than a number."""
+
+
+def slow_without_switches(cases):
+    """Cases that begin with a family and a variant as parameters, outside the slow run for ``SWITCHES`` alone."""
+    return [pytest.param(*case, marks=[] if case[1] in SWITCHES else [pytest.mark.slow]) for case in cases]

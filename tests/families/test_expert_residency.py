@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.families.models import config_of
-from tests.families.oracles import FAMILIES
+from tests.families.oracles import FAMILIES, slow_without_switches
 from turbospark_mlx import generate, load
 from turbospark_mlx.errors import InstallError, OptionError
 from turbospark_mlx.families import family_for_model_type
@@ -53,7 +53,9 @@ def answers(runner):
     return [np.array(logits) for logits in found]
 
 
-@pytest.mark.parametrize(("family", "variant", "kernels"), [*ON_KERNELS, *((*each, "reference") for each in MIXTURES)])
+@pytest.mark.parametrize(
+    ("family", "variant", "kernels"), [*ON_KERNELS, *slow_without_switches((*each, "reference") for each in MIXTURES)]
+)
 def test_residency_changes_no_bit(install, family, variant, kernels):
     path, options = install(family, variant), {"kernels": kernels, "prefill_chunk": 8}
     spec = spec_of(family, variant)

@@ -14,7 +14,14 @@ import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 
 from tests.families.models import build, config_of, model_of, weights_of
-from tests.families.oracles import FAMILIES, PROMPT, assert_close, assert_exact, mlx_lm_model
+from tests.families.oracles import (
+    FAMILIES,
+    PROMPT,
+    assert_close,
+    assert_exact,
+    mlx_lm_model,
+    slow_without_switches,
+)
 from turbospark_mlx.errors import ContextError
 from turbospark_mlx.families import family_for_model_type
 from turbospark_mlx.protocols import Placement
@@ -26,6 +33,8 @@ WITH_MLX_LM = [(family, variant) for family, variant in EVERY if variant in FAMI
 LENGTHS = (1, 2, 7, 8, 9, 63, 65)
 
 each_variant = pytest.mark.parametrize(("family", "variant"), EVERY, ids=[v for _, v in EVERY])
+each_in_turn = pytest.mark.parametrize(("family", "variant"), slow_without_switches(EVERY), ids=[v for _, v in EVERY])
+"""For what takes seconds."""
 
 
 def windowed(family, variant):
@@ -38,7 +47,8 @@ def windowed(family, variant):
 def each_variant_at(name, if_windowed, otherwise):
     """Every variant with values for ``name``; those that are about a window's edge only where there is one."""
     cases = [(f, v, x) for f, v in EVERY for x in (if_windowed if windowed(f, v) else otherwise)]
-    return pytest.mark.parametrize(("family", "variant", name), cases, ids=[f"{v}-{x}" for _, v, x in cases])
+    ids = [f"{v}-{x}" for _, v, x in cases]
+    return pytest.mark.parametrize(("family", "variant", name), slow_without_switches(cases), ids=ids)
 
 
 @cache
@@ -72,7 +82,7 @@ def test_mlx_lm_agrees_where_it_is_right(family, variant):
     assert_close(model_of(family, variant)(mx.array([PROMPT]))[0], peer(mx.array([PROMPT]))[0], variant)
 
 
-@each_variant
+@each_in_turn
 @pytest.mark.parametrize("chunk", [1, 3, 4])
 def test_cutting_the_prompt_changes_nothing(family, variant, chunk):
     """Close, at every position."""
@@ -86,7 +96,7 @@ def test_cutting_the_prompt_changes_nothing(family, variant, chunk):
     assert_close(mx.concatenate(rows), oracle, f"{variant}, all rows by {chunk}")
 
 
-@each_variant
+@each_in_turn
 def test_token_by_token(family, variant):
     """Close: decoding from the first token on, and decoding after a prefill to about a window's edge."""
     oracle = oracle_logits(family, variant)
@@ -190,7 +200,7 @@ def test_embeddings_can_stand_for_tokens(family, variant):
     assert_exact(rounded, model(given, input_embeddings=half.astype(mx.float32)), variant)
 
 
-@each_variant
+@each_in_turn
 def test_plain_modules_compute_the_same(family, variant):
     """Close, with parameters of the same names and shapes."""
     fused, plain = model_of(family, variant), model_of(family, variant, fused=False)
@@ -202,7 +212,7 @@ def test_plain_modules_compute_the_same(family, variant):
     assert_close(plain(mx.array([PROMPT]))[0], oracle_logits(family, variant), variant)
 
 
-@each_variant
+@each_in_turn
 def test_every_tensor_moves_the_logits_together_and_alone(family, variant):
     """Each parameter is changed in place (as the loader writes it, so through the joint matrix) and replaced (as an
     optimizer does, so past it): both change the logits, and to the same (close)."""

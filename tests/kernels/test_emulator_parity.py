@@ -54,8 +54,7 @@ def calls():
     return calls
 
 
-# Instrumented kernels take a second or two to compile: a third of them in the quick run, every kernel among them.
-@pytest.mark.parametrize("number", [pytest.param(n, marks=[pytest.mark.slow] if n % 3 else []) for n in range(COUNT)])
+@pytest.mark.parametrize("number", range(COUNT))
 @pytest.mark.parametrize("name", [EMULATED, METAL])
 def test_every_variant(calls, name, number):
     backend, every = calls(name)

@@ -71,10 +71,10 @@ def affine(
     return call, parts
 
 
-def dense(backend, rows, columns, out, dtype, weights, *, biased):
-    """With a bias and what is added, or with neither."""
+def dense(backend, rows, columns, out, dtype, weights, *, biased, stream=None):
+    """With a bias and what is added, in the dtype ``stream``, or with neither."""
     arrays = [normal(rows, columns, dtype=dtype), normal(out, columns, dtype=weights)]
-    arrays += [normal(out, dtype=dtype), normal(rows, out, dtype=dtype)] * biased
+    arrays += [normal(out, dtype=dtype), normal(rows, out, dtype=stream or dtype)] * biased
 
     def call(x, weight, bias=None, residual=None):
         return ck.dense_matmul(x, weight, bias=bias, residual=residual, backend=backend)
@@ -433,6 +433,7 @@ def variants(backend: Backend) -> Iterator[Call]:
     for rows in (1, 3, 8):
         yield dense(backend, rows, 1023, 130, mx.float16, mx.bfloat16, biased=True)
         yield dense(backend, rows, 128, 64, mx.bfloat16, mx.float32, biased=False)
+        yield dense(backend, rows, 96, 40, mx.bfloat16, mx.float16, biased=True, stream=mx.float32)
     for head_dim, value_dim in ((16, 16), (64, 64), (80, 80), (128, 128), (256, 256), (512, 512), (576, 512)):
         yield attend(backend, 9, 3, 1, 100, head_dim, value_dim, mx.bfloat16, mx.float16)
     for bits in (3, 4, 8):
