@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import re
 import resource
 from pathlib import Path
@@ -39,9 +38,8 @@ def _read(path: str) -> str:
 
 
 def give_back() -> None:
-    """Return to the system what nobody uses: modules that hold each other, what MLX keeps for arrays to come, and what
-    glibc keeps of what MLX and numpy freed."""
-    gc.collect()
+    """Return to the system what nobody uses: what MLX keeps for arrays to come, and what glibc keeps of what MLX and
+    numpy freed."""
     mx.clear_cache()
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)

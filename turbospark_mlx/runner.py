@@ -7,6 +7,7 @@ them back to where the call began or, where the evaluation itself failed, emptie
 
 from __future__ import annotations
 
+import gc
 import math
 import operator
 import os
@@ -33,6 +34,8 @@ from turbospark_mlx.memory import available_bytes, give_back
 from turbospark_mlx.step import DecodeStep
 from turbospark_mlx.tokenizer import Tokenizer
 
+LONG_CHUNK = 128
+"""Tokens of a chunk that takes far longer than giving memory back does."""
 PREFILL_CHUNK = {"cpu": 512, "gpu": 2048}
 """Prompt tokens run at once, by device."""
 WARM_UP_ROWS = (9, 4, 1)
@@ -278,7 +281,7 @@ class Runner:
                 chunk = ids[first : first + self._chunk]
                 done = first + len(chunk)
                 logits = self._forward(chunk, head=done == len(ids))
-                if done < len(ids) and self.model.backend.device == "cpu":
+                if done < len(ids) and len(chunk) >= LONG_CHUNK and self.model.backend.device == "cpu":
                     give_back()  # the next chunk's attention has other sizes
                 if progress is not None:
                     progress(done, len(ids))
@@ -364,7 +367,8 @@ class Runner:
             self.experts = None
         if self._install is not None:
             self._install.close()
-        give_back()
+            gc.collect()  # the model's modules hold each other
+            give_back()
 
     def __enter__(self) -> Runner:
         return self

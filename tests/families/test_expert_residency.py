@@ -25,7 +25,7 @@ def spec_of(family, variant):
 
 
 MIXTURES = [(family, v) for family in FAMILIES for v in variants(family) if spec_of(family, v)]
-# Compiling the kernels of a variant takes half a minute, so that outside the slow run one has them.
+# Compiling the kernels of a variant takes ten seconds, so that outside the slow run one has them.
 ON_KERNELS = [
     pytest.param(*each, "auto", marks=[] if each == ("gemma4", "gemma4-moe") else [pytest.mark.slow])
     for each in MIXTURES

@@ -15,7 +15,7 @@ from turbospark_mlx.testing import make_tiny_install, variants
 
 pytestmark = pytest.mark.skipif(not compiler.candidates(), reason="no C++ compiler on this machine")
 
-# Every switch of the fused path once; every variant in the slow run. Compiling takes a second a kernel and shape.
+# Every switch of the fused path once; every variant in the slow run. A kernel compiles in a third of a second.
 QUICK = {
     "llama",
     "llama-biases",

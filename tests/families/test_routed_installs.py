@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from tests.families.oracles import FAMILIES, PROMPT, assert_close, assert_exact
+from tests.families.oracles import FAMILIES, PROMPT, assert_close, assert_exact, slow_without_switches
 from turbospark_mlx import families, loader
 from turbospark_mlx.custom_kernels import backends
 from turbospark_mlx.errors import InstallError
@@ -120,7 +120,7 @@ def install(tmp_path_factory):
 
 
 @pytest.mark.parametrize("bits", [4, 8, 16])
-@pytest.mark.parametrize(("family", "variant"), EVERY, ids=[v for _, v in EVERY])
+@pytest.mark.parametrize(("family", "variant"), slow_without_switches(EVERY), ids=[v for _, v in EVERY])
 def test_logits_are_those_of_the_installs_bytes(install, family, variant, bits):
     """Close, to the float64 reference: at once, in chunks across the window's edge, decoding, and plain modules."""
     path = install(family, variant, bits)

@@ -14,7 +14,9 @@ from turbospark_mlx.runner import Runner
 from turbospark_mlx.testing import WINDOW, tiny_config, variants
 
 
-@pytest.mark.parametrize("variant", variants("spark"))
+@pytest.mark.parametrize(
+    "variant", [pytest.param(v, marks=[pytest.mark.slow] * (v != "spark")) for v in variants("spark")]
+)
 def test_far_positions(variant):
     """Close, at the end of 400 tokens, in chunks of 7 and 64 and behind rollbacks across the window."""
     prompt = (PROMPT * 7)[:400]
