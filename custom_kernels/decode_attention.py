@@ -15,13 +15,13 @@ PARTIAL = Kernel(
     "attention_decode_partial",
     inputs=("q", "k", "v", "start", "sinks", "gates", "positions"),
     outputs=("out", "peaks", "totals"),
-    headers=("attention",),
+    headers=("attention", "sigmoid_gate"),
 )
 COMBINE = Kernel(
     "attention_decode_combine",
     inputs=("parts", "peaks", "totals", "sinks", "gates"),
     outputs=("y",),
-    headers=("attention",),
+    headers=("attention", "sigmoid_gate"),
 )
 ROWS = 8
 """Query rows up to which the kernels are used: more belong to a matrix product."""

@@ -7,7 +7,7 @@
     // threadgroup memory.
     // With INDEXED the keys are those at positions [B, P], in that order, instead, and there is one query.
     // A row of the result is one head of one token, [B, L, H, E]. Where there is one chunk, out [rows, E] is that result,
-    // sinks included, and times the sigmoids of gates where GATES > 0 (attention.h). Otherwise out [rows, chunks, E], peaks
+    // sinks included, and times the sigmoids of gates where GATES > 0 (sigmoid_gate.h). Otherwise out [rows, chunks, E], peaks
     // and totals [rows, chunks] go to attention_decode_combine.
     // A lane holds E_COUNT elements of a value and D_COUNT of a key, of which the first are the value's where it is shared.
     constexpr uint E_COUNT = (E + SIMD_WIDTH - 1) / SIMD_WIDTH;
