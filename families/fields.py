@@ -28,6 +28,26 @@ def check_decided(tie_word_embeddings: bool | None) -> None:
         raise ConvertError("tie_word_embeddings is not decided: config.json is silent and the tensors were not seen.")
 
 
+def arch_sizes(config: Any) -> dict[str, Any]:
+    """What is under the same keys of a manifest's ``arch`` whatever the family, for grouped attention: layers of both
+    kinds are alike, and a family puts over it what differs. Raises ConvertError as `check_decided` does."""
+    check_decided(config.tie_word_embeddings)
+    return {
+        "hiddenSize": config.hidden_size,
+        "numHeads": config.num_attention_heads,
+        "numKVHeads": config.num_key_value_heads,
+        "numFullKVHeads": config.num_key_value_heads,
+        "headDim": config.head_dim,
+        "fullHeadDim": config.head_dim,
+        "vocabSize": config.vocab_size,
+        "ropeTheta": config.rope_theta,
+        "fullRopeTheta": config.rope_theta,
+        "numLayers": config.num_hidden_layers,
+        "tieWordEmbeddings": config.tie_word_embeddings,
+        "trainedContext": config.max_position_embeddings,
+    }
+
+
 @dataclass(frozen=True)
 class Fields:
     """The fields of one JSON object, read with checks.

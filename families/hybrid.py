@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from turbospark_mlx.families.fields import Fields
+from turbospark_mlx.families.fields import Fields, arch_sizes
 
 FULL, LINEAR = "full_attention", "linear_attention"
 
@@ -59,25 +59,14 @@ class HybridSizes:
     def hybrid_arch(self) -> dict[str, Any]:
         """The part of the manifest's ``arch`` that all of them have."""
         return {
-            "hiddenSize": self.hidden_size,
+            **arch_sizes(self),
             "moeIntermediateSize": self.moe_intermediate_size,
-            "numHeads": self.num_attention_heads,
-            "numKVHeads": self.num_key_value_heads,
-            "numFullKVHeads": self.num_key_value_heads,
-            "headDim": self.head_dim,
-            "fullHeadDim": self.head_dim,
-            "vocabSize": self.vocab_size,
             "slidingWindow": 0,
             "finalLogitSoftcap": 0.0,
-            "ropeTheta": self.rope_theta,
-            "fullRopeTheta": self.rope_theta,
             "partialRotaryFactor": self.partial_rotary_factor,
-            "numLayers": self.num_hidden_layers,
             "numExperts": self.num_experts,
             "topKExperts": self.num_experts_per_tok,
-            "tieWordEmbeddings": self.tie_word_embeddings,
             "fullAttentionLayerMask": self.layer_mask,
-            "trainedContext": self.max_position_embeddings,
             "attentionScale": self.head_dim**-0.5,
             "linearNumKHeads": self.linear_num_key_heads,
             "linearNumVHeads": self.linear_num_value_heads,

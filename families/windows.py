@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from turbospark_mlx.families.fields import Fields
+from turbospark_mlx.families.fields import Fields, arch_sizes
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -14,6 +14,7 @@ class Windowed:
 
     layer_types: tuple[str, ...]
     sliding_window: int | None
+    intermediate_size: int
     num_key_value_heads: int
     head_dim: int
 
@@ -26,6 +27,16 @@ class Windowed:
         sliding = self.layer_types.count(SLIDING)
         rows = (len(self.layer_types) - sliding) * context + sliding * min(context, self.sliding_window or 0)
         return 2 * rows * self.num_key_value_heads * self.head_dim * itemsize
+
+    def windowed_arch(self) -> dict[str, Any]:
+        """The part of the manifest's ``arch`` that all of them have."""
+        return {
+            **arch_sizes(self),
+            "ffnIntermediate": self.intermediate_size,
+            "slidingWindow": self.sliding_window or 0,
+            "fullAttentionLayerMask": mask_of(self.layer_types),
+            "attentionScale": self.head_dim**-0.5,
+        }
 
 
 def check_kinds(fields: Fields, types: tuple[Any, ...]) -> tuple[str, ...]:
@@ -45,6 +56,11 @@ def read_window(fields: Fields, types: tuple[str, ...], default: int) -> int | N
     return fields.size("sliding_window", default)
 
 
+def mask_of(types: tuple[str, ...]) -> list[int]:
+    """A manifest's ``fullAttentionLayerMask`` of the layers' kinds."""
+    return [int(kind == FULL) for kind in types]
+
+
 def kinds_of_mask(fields: Fields) -> tuple[str, ...]:
     """The layers' kinds by a manifest's ``fullAttentionLayerMask``."""
     mask = fields.items("fullAttentionLayerMask")
@@ -53,16 +69,21 @@ def kinds_of_mask(fields: Fields) -> tuple[str, ...]:
     return tuple(FULL if entry else SLIDING for entry in mask)
 
 
-def check_attention(fields: Fields, config: Any) -> None:
+def check_layers(fields: Fields, config: Any) -> None:
     """Refuse a configuration whose heads, layers and kinds of layers do not fit each other."""
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % kv_heads:
         raise fields.error(f"{fields.where}: {heads} attention heads cannot share {kv_heads} key/value heads evenly.")
-    if config.head_dim % 2:
-        raise fields.error(
-            f"{fields.where}: the head size is {config.head_dim}; rotary position embedding needs pairs."
-        )
     if len(config.layer_types) != config.num_hidden_layers:
         raise fields.error(
             f"{fields.where}: {len(config.layer_types)} layer kinds are given for {config.num_hidden_layers} layers."
+        )
+
+
+def check_attention(fields: Fields, config: Any) -> None:
+    """`check_layers`, for heads that turn as a whole."""
+    check_layers(fields, config)
+    if config.head_dim % 2:
+        raise fields.error(
+            f"{fields.where}: the head size is {config.head_dim}; rotary position embedding needs pairs."
         )

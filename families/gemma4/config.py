@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from turbospark_mlx.errors import ConvertError, InstallError
-from turbospark_mlx.families.fields import MOST_LAYERS, Fields, check_decided
-from turbospark_mlx.families.windows import FULL, SLIDING, check_kinds, kinds_of_mask
+from turbospark_mlx.families.fields import MOST_LAYERS, Fields, arch_sizes
+from turbospark_mlx.families.windows import FULL, SLIDING, check_kinds, kinds_of_mask, mask_of
 
 WRAPPED_TYPES = ("gemma4", "gemma4_unified")
 """``model_type`` of configurations that keep the decoder's in ``text_config``."""
@@ -141,30 +141,21 @@ class Gemma4Config:
 
     def to_manifest(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The manifest's ``arch`` and the extension, both complete."""
-        check_decided(self.tie_word_embeddings)
         arch = {
             "family": self.model_type,
-            "hiddenSize": self.hidden_size,
+            **arch_sizes(self),
             "ffnIntermediate": self.intermediate_size,
             "moeIntermediateSize": self.moe_intermediate_size,
-            "numHeads": self.num_attention_heads,
-            "numKVHeads": self.num_key_value_heads,
             "numFullKVHeads": self.num_global_key_value_heads,
-            "headDim": self.head_dim,
             "fullHeadDim": self.global_head_dim,
-            "vocabSize": self.vocab_size,
             "slidingWindow": self.sliding_window or 0,
             "finalLogitSoftcap": self.final_logit_softcapping or 0.0,
-            "ropeTheta": self.rope_theta,
             "fullRopeTheta": self.global_rope_theta,
             "partialRotaryFactor": self.partial_rotary_factor,
-            "numLayers": self.num_hidden_layers,
             "numExperts": self.num_experts,
             "topKExperts": self.top_k_experts,
-            "tieWordEmbeddings": self.tie_word_embeddings,
             "attentionKEqV": self.attention_k_eq_v,
-            "fullAttentionLayerMask": [int(kind == FULL) for kind in self.layer_types],
-            "trainedContext": self.max_position_embeddings,
+            "fullAttentionLayerMask": mask_of(self.layer_types),
             **_FIXED_ARCH,
         }
         extension = {key: getattr(self, key) for key in _ELDER_ASSUMPTION}

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from turbospark_mlx.errors import ConvertError, InstallError
-from turbospark_mlx.families.fields import MOST_LAYERS, Fields, check_decided
+from turbospark_mlx.families.fields import MOST_LAYERS, Fields
 from turbospark_mlx.families.rope import RopeScaling, YarnScaling, parse_rope, scaling_from_dict, scaling_to_dict
 from turbospark_mlx.families.windows import (
     FULL,
@@ -108,32 +108,16 @@ class GptOssConfig(Windowed):
 
     def to_manifest(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The manifest's ``arch`` and the extension, both complete."""
-        check_decided(self.tie_word_embeddings)
         arch = {
             "family": self.model_type,
-            "hiddenSize": self.hidden_size,
-            "ffnIntermediate": self.intermediate_size,
+            **self.windowed_arch(),
             "moeIntermediateSize": self.intermediate_size,
-            "numHeads": self.num_attention_heads,
-            "numKVHeads": self.num_key_value_heads,
-            "numFullKVHeads": self.num_key_value_heads,
-            "headDim": self.head_dim,
-            "fullHeadDim": self.head_dim,
-            "vocabSize": self.vocab_size,
-            "slidingWindow": self.sliding_window or 0,
             "finalLogitSoftcap": 0.0,
-            "ropeTheta": self.rope_theta,
-            "fullRopeTheta": self.rope_theta,
             "partialRotaryFactor": 1.0,
-            "numLayers": self.num_hidden_layers,
             "numExperts": self.num_experts,
             "topKExperts": self.num_experts_per_tok,
-            "tieWordEmbeddings": self.tie_word_embeddings,
             "attentionKEqV": False,
             "hiddenActivation": "silu",
-            "fullAttentionLayerMask": [int(kind == FULL) for kind in self.layer_types],
-            "attentionScale": self.head_dim**-0.5,
-            "trainedContext": self.max_position_embeddings,
             "swigluLimit": self.swiglu_limit,
             **_BEHAVIOUR_FLAGS,
         }

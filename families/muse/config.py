@@ -22,7 +22,7 @@ import numpy as np
 
 from turbospark_mlx.errors import ConvertError, InstallError
 from turbospark_mlx.families import rope
-from turbospark_mlx.families.fields import MOST_LAYERS, Fields, check_decided
+from turbospark_mlx.families.fields import MOST_LAYERS, Fields
 from turbospark_mlx.families.windows import (
     FULL,
     SLIDING,
@@ -107,27 +107,12 @@ class MuseConfig(Windowed):
 
     def to_manifest(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The manifest's ``arch`` and the extension, both complete."""
-        check_decided(self.tie_word_embeddings)
         arch = {
             "family": self.model_type,
-            "hiddenSize": self.hidden_size,
-            "ffnIntermediate": self.intermediate_size,
+            **self.windowed_arch(),
             "moeIntermediateSize": 0,
-            "numHeads": self.num_attention_heads,
-            "numKVHeads": self.num_key_value_heads,
-            "numFullKVHeads": self.num_key_value_heads,
-            "headDim": self.head_dim,
-            "fullHeadDim": self.head_dim,
-            "vocabSize": self.vocab_size,
-            "slidingWindow": self.sliding_window or 0,
             "finalLogitSoftcap": self.final_logit_softcapping,
-            "ropeTheta": self.rope_theta,
             "fullRopeTheta": self.full_rope_theta(),
-            "numLayers": self.num_hidden_layers,
-            "tieWordEmbeddings": self.tie_word_embeddings,
-            "fullAttentionLayerMask": [int(kind == FULL) for kind in self.layer_types],
-            "attentionScale": self.head_dim**-0.5,
-            "trainedContext": self.max_position_embeddings,
             **_FIXED_ARCH,
         }
         extension = {key: getattr(self, key) for key in _ELDER_ASSUMPTION}

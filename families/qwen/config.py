@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from turbospark_mlx.errors import ConvertError, InstallError
-from turbospark_mlx.families.fields import MOST_LAYERS, Fields, check_decided
+from turbospark_mlx.families.fields import MOST_LAYERS, Fields
 from turbospark_mlx.families.hybrid import (
     MOST_TAPS,
     HybridSizes,
@@ -92,7 +92,6 @@ class QwenConfig(HybridSizes):
 
     def to_manifest(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The manifest's ``arch`` and the extension, both complete."""
-        check_decided(self.tie_word_embeddings)
         arch = {
             "family": MOE_FAMILY if self.num_experts else DENSE_FAMILY,
             "ffnIntermediate": self.shared_expert_intermediate_size or self.intermediate_size,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from turbospark_mlx.errors import ConvertError, InstallError
-from turbospark_mlx.families.fields import LARGEST_SIZE, MOST_LAYERS, Fields, check_decided
+from turbospark_mlx.families.fields import LARGEST_SIZE, MOST_LAYERS, Fields
 from turbospark_mlx.families.hybrid import (
     FULL,
     LINEAR,
@@ -149,7 +149,6 @@ class Qwen4Config(HybridSizes):
 
     def to_manifest(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The manifest's ``arch`` and the extension, both complete."""
-        check_decided(self.tie_word_embeddings)
         arch = {
             "family": MANIFEST_FAMILY,
             "ffnIntermediate": self.shared_expert_intermediate_size,

@@ -18,10 +18,9 @@ from typing import Any
 import numpy as np
 
 from turbospark_mlx.errors import ConvertError, InstallError
-from turbospark_mlx.families.fields import MOST_LAYERS, Fields, check_decided
+from turbospark_mlx.families.fields import MOST_LAYERS, Fields
 from turbospark_mlx.families.rope import DEFAULT_THETA
-
-FULL, SLIDING = "full_attention", "sliding_attention"
+from turbospark_mlx.families.windows import FULL, SLIDING, Windowed, check_kinds, check_layers, kinds_of_mask
 
 _HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("gelu",),
@@ -60,7 +59,7 @@ _UNKNOWN_CONTEXT = 1048576
 
 
 @dataclass(frozen=True)
-class SparkConfig:
+class SparkConfig(Windowed):
     """One model of the family.
 
     ``full_`` fields describe the layers with full attention, the others those with a window, which counts the query's
@@ -89,10 +88,6 @@ class SparkConfig:
 
     model_type = "spark2_5"
 
-    def slides(self, layer: int) -> bool:
-        """Whether this layer sees only the last ``sliding_window`` tokens."""
-        return self.layer_types[layer] == SLIDING
-
     def rotary_dims(self, layer_type: str) -> int:
         """How many dimensions of a head turn, the first ones."""
         factor = self.partial_rotary_factor if layer_type == SLIDING else self.full_partial_rotary_factor
@@ -104,34 +99,13 @@ class SparkConfig:
         theta = self.rope_theta if layer_type == SLIDING else self.full_rope_theta
         return theta ** (-np.arange(0, width, 2, dtype=np.float64) / width)
 
-    def kv_bytes(self, context: int, itemsize: int) -> int:
-        """Bytes that the caches of one sequence of ``context`` tokens take with elements of ``itemsize`` bytes."""
-        sliding = sum(map(self.slides, range(self.num_hidden_layers)))
-        rows = (self.num_hidden_layers - sliding) * context + sliding * min(context, self.sliding_window or 0)
-        return 2 * rows * self.num_key_value_heads * self.head_dim * itemsize
-
     def to_manifest(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The manifest's ``arch`` and the extension, both complete."""
-        check_decided(self.tie_word_embeddings)
         arch = {
             "family": self.model_type,
-            "hiddenSize": self.hidden_size,
-            "ffnIntermediate": self.intermediate_size,
-            "numHeads": self.num_attention_heads,
-            "numKVHeads": self.num_key_value_heads,
-            "numFullKVHeads": self.num_key_value_heads,
-            "headDim": self.head_dim,
-            "fullHeadDim": self.head_dim,
-            "vocabSize": self.vocab_size,
-            "slidingWindow": self.sliding_window or 0,
-            "ropeTheta": self.rope_theta,
+            **self.windowed_arch(),
             "fullRopeTheta": self.full_rope_theta,
             "partialRotaryFactor": self.full_partial_rotary_factor,
-            "numLayers": self.num_hidden_layers,
-            "tieWordEmbeddings": self.tie_word_embeddings,
-            "fullAttentionLayerMask": [int(kind == FULL) for kind in self.layer_types],
-            "attentionScale": self.head_dim**-0.5,
-            "trainedContext": self.max_position_embeddings,
             **_FIXED_ARCH,
         }
         return arch, {
@@ -181,10 +155,8 @@ def config_from_hf(config: Mapping[str, Any]) -> SparkConfig:
             key, harmless, "this family does not implement it, and without it the model would be another."
         )
     layers = fields.size("num_hidden_layers", most=MOST_LAYERS)
-    types = fields.items("layer_types", tuple(FULL if number % 4 == 3 else SLIDING for number in range(layers)))
-    for entry in types:
-        if entry not in (FULL, SLIDING):
-            raise fields.error(f"{fields.where}: layer_types has {entry!r}; this family has {FULL} and {SLIDING}.")
+    absent = tuple(FULL if number % 4 == 3 else SLIDING for number in range(layers))
+    types = check_kinds(fields, fields.items("layer_types", absent))
     blocks = fields.object("rope_parameters")
     blocks.known({SLIDING, FULL})
     theta, factor = _rope(blocks, SLIDING, types)
@@ -237,9 +209,7 @@ def config_from_manifest(arch: Mapping[str, Any], extension: Mapping[str, Any]) 
         fields.allow_only(key, (value,), f"in this model it is {value!r}.")
     if not math.isclose(fields.number("attentionScale", head_dim**-0.5), head_dim**-0.5, rel_tol=1e-6):
         raise fields.refuse("attentionScale", f"for heads of {head_dim} it is {head_dim**-0.5!r}.")
-    mask = fields.items("fullAttentionLayerMask")
-    if any(isinstance(entry, bool) or entry not in (0, 1) for entry in mask):
-        raise fields.refuse("fullAttentionLayerMask", "this family has full (1) and sliding (0) layers.")
+    types = kinds_of_mask(fields)
     return _checked(
         fields,
         SparkConfig(
@@ -256,8 +226,8 @@ def config_from_manifest(arch: Mapping[str, Any], extension: Mapping[str, Any]) 
             partial_rotary_factor=more.number("sliding_partial_rotary_factor"),
             full_rope_theta=fields.number("fullRopeTheta", above=1.0),
             full_partial_rotary_factor=fields.number("partialRotaryFactor"),
-            layer_types=tuple(FULL if entry else SLIDING for entry in mask),
-            sliding_window=fields.size("slidingWindow") if 0 in mask else None,
+            layer_types=types,
+            sliding_window=fields.size("slidingWindow") if SLIDING in types else None,
             attention_bias=more.flag("attention_bias"),
             mlp_bias=more.flag("mlp_bias"),
             tie_word_embeddings=fields.flag("tieWordEmbeddings"),
@@ -267,21 +237,11 @@ def config_from_manifest(arch: Mapping[str, Any], extension: Mapping[str, Any]) 
 
 def _checked(fields: Fields, config: SparkConfig) -> SparkConfig:
     """The same configuration, once its numbers fit each other."""
-
-    def fail(why: str) -> Exception:
-        return fields.error(f"{fields.where}: {why}")
-
-    if len(config.layer_types) != config.num_hidden_layers:
-        raise fail(f"{len(config.layer_types)} layer kinds are given for {config.num_hidden_layers} layers.")
-    if config.num_attention_heads % config.num_key_value_heads:
-        raise fail(
-            f"{config.num_attention_heads} attention heads cannot share {config.num_key_value_heads} key/value heads"
-            " evenly."
-        )
+    check_layers(fields, config)
     for kind, factor in ((SLIDING, config.partial_rotary_factor), (FULL, config.full_partial_rotary_factor)):
         if factor > 1 or not config.rotary_dims(kind) or config.rotary_dims(kind) % 2:
-            raise fail(
-                f"{factor!r} of a head of {config.head_dim} turns in {kind} layers, {config.rotary_dims(kind)}"
-                " dimensions; it has to be some pairs, and no more than the head."
+            raise fields.error(
+                f"{fields.where}: {factor!r} of a head of {config.head_dim} turns in {kind} layers,"
+                f" {config.rotary_dims(kind)} dimensions; it has to be some pairs, and no more than the head."
             )
     return config
