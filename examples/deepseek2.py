@@ -7,20 +7,14 @@ python examples/deepseek2.py --model deepseek-v2-lite.gturbo --prompt "Why is th
 
 from __future__ import annotations
 
-import argparse
-import tempfile
-import time
-from pathlib import Path
-
 import mlx.core as mx
 import mlx.nn as nn
+from common import answer, options, run, show_reuse, show_rollback
 
 from turbospark_mlx import Runner
 from turbospark_mlx.families.deepseek2.model import routing
 from turbospark_mlx.families.layers import Positions
 from turbospark_mlx.families.moe import route
-from turbospark_mlx.store import resolve
-from turbospark_mlx.testing import make_tiny_install, variants
 
 
 def describe(runner: Runner) -> None:
@@ -33,26 +27,6 @@ def describe(runner: Runner) -> None:
         f"a token leaves {config.latent_size} numbers in each of {config.num_hidden_layers} layers: {kept} bytes in"
         f" half precision; keys and values of {config.num_attention_heads} heads would be {expanded}\n"
     )
-
-
-def answer(runner: Runner, prompt: str, count: int) -> list[int]:
-    """Run a chat prompt, or plain text where the model has no template, and go on greedily."""
-    tokenizer = runner.tokenizer
-    if tokenizer.has_chat_template:
-        ids = tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
-    else:
-        ids = tokenizer.encode(prompt)
-    start = time.perf_counter()
-    logits = runner.prefill(ids)
-    prefilled = time.perf_counter()
-    tokens = []
-    for _ in range(count):
-        tokens.append(int(mx.argmax(logits)))
-        logits = runner.decode(tokens[-1])
-    done = time.perf_counter()
-    print(f"{prompt!r} -> {tokenizer.decode(tokens)!r}")
-    print(f"prompt {len(ids) / (prefilled - start):.1f} tokens/s, answer {count / (done - prefilled):.1f} tokens/s\n")
-    return [*ids, *tokens]
 
 
 def show_routing(runner: Runner, ids: list[int]) -> None:
@@ -99,42 +73,18 @@ def compare_forms(runner: Runner, ids: list[int]) -> None:
     print(f"absorbed and expanded attention differ by {float(off):.1g} standard deviations of the logits")
 
 
-def show_reuse(runner: Runner, ids: list[int]) -> None:
-    """A latent cache goes back to any length; a mark costs nothing."""
-    runner.reset()
-    runner.prefill(ids)
-    mark = runner.mark()
-    before = runner.decode(ids[0])
-    runner.decode(ids[1])
-    runner.rollback(mark)
-    print(f"after a rollback the logits differ by {float(mx.abs(before - runner.decode(ids[0])).max()):g}")
-    shared = len(ids) // 2
-    other = [*ids[:shared], *(i ^ 1 for i in ids[shared:])]
-    print(f"{runner.reuse(other)} of the first {shared} tokens that another prompt shares could be reused")
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="install, alias or repository; by default a tiny random one is made")
-    parser.add_argument("--variant", help="of the tiny model, or 'list'")
-    parser.add_argument("--prompt", default="Why is the sky blue?")
-    parser.add_argument("--tokens", type=int, default=24)
-    args = parser.parse_args()
-    if args.variant == "list":
-        print("\n".join(variants("deepseek2")))
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        if args.model:
-            path = resolve(args.model)
-        else:
-            path = make_tiny_install("deepseek2", Path(folder) / "tiny.gturbo", variant=args.variant)
-        with Runner.open(path) as runner:
-            print(runner.report(), end="\n\n")
-            describe(runner)
-            ids = answer(runner, args.prompt, args.tokens)
-            show_routing(runner, ids)
-            compare_forms(runner, ids)
-            show_reuse(runner, ids)
+    args = options(__doc__).parse_args()
+
+    def show(runner: Runner, _) -> None:
+        describe(runner)
+        ids = answer(runner, args)
+        show_routing(runner, ids)
+        compare_forms(runner, ids)
+        show_rollback(runner, ids)
+        show_reuse(runner, ids)
+
+    run("deepseek2", args, show)
 
 
 if __name__ == "__main__":

@@ -8,44 +8,16 @@ python examples/gpt_oss.py --model gpt-oss-20b.gturbo --prompt "Why is the sky b
 
 from __future__ import annotations
 
-import argparse
-import tempfile
-import time
 from collections import Counter
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
+from common import answer, options, prompt_ids, run
 
 from turbospark_mlx import Runner
 from turbospark_mlx.families.layers import Positions
 from turbospark_mlx.families.moe import route
-from turbospark_mlx.store import resolve
-from turbospark_mlx.testing import make_tiny_install, variants
-
-
-def prompt_ids(runner: Runner, prompt: str) -> list[int]:
-    """The model is trained on conversations only: raw text, where there is no template, gives poor answers."""
-    if runner.tokenizer.has_chat_template:
-        return runner.tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
-    return runner.tokenizer.encode(prompt)
-
-
-def answer(runner: Runner, ids: list[int], count: int) -> None:
-    """Go on greedily until a token that ends the answer. Special tokens are shown: they part the channels, of which
-    only ``final`` is meant for the user."""
-    start = time.perf_counter()
-    logits = runner.prefill(ids)
-    mx.eval(logits)
-    prefilled, tokens = time.perf_counter(), []
-    while len(tokens) < count:
-        tokens.append(int(mx.argmax(logits)))
-        if tokens[-1] in runner.tokenizer.eos_token_ids:
-            break
-        logits = runner.decode(tokens[-1])
-    done = time.perf_counter()
-    print(f"{runner.tokenizer.decode(tokens)!r}")
-    print(f"prompt {len(ids) / (prefilled - start):.1f} tokens/s, answer {len(tokens) / (done - prefilled):.1f}\n")
 
 
 def show_layers(runner: Runner, ids: list[int]) -> None:
@@ -72,37 +44,27 @@ def show_layers(runner: Runner, ids: list[int]) -> None:
 def show_streaming(path: Path, ids: list[int]) -> None:
     """Where experts live changes no bit of the answer, only what is read."""
     found = {}
-    for options in ({"residency": "resident"}, {"residency": "streamed"}):
-        with Runner.open(path, **options) as runner:
+    for residency in ("resident", "streamed"):
+        with Runner.open(path, residency=residency) as runner:
             logits = [np.array(runner.prefill(ids)), np.array(runner.decode(ids[0]))]
-            found[options["residency"]] = logits
+            found[residency] = logits
             counters = runner.report().expert_counters
     off = max(np.abs(a - b).max() for a, b in zip(found["resident"], found["streamed"], strict=True))
     print(f"streamed logits differ by {off:g}; {counters.bytes_read / 1e6:.1f} MB of experts were read")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="install, alias or repository; by default a tiny random one is made")
-    parser.add_argument("--variant", help="of the tiny model, or 'list'")
-    parser.add_argument("--prompt", default="Why is the sky blue?")
-    parser.add_argument("--tokens", type=int, default=24)
-    args = parser.parse_args()
-    if args.variant == "list":
-        print("\n".join(variants("gpt_oss")))
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        if args.model:
-            path = resolve(args.model)
-        else:
-            path = make_tiny_install("gpt_oss", Path(folder) / "tiny.gturbo", variant=args.variant)
-        with Runner.open(path) as runner:
-            print(runner.report(), end="\n\n")
-            ids = prompt_ids(runner, args.prompt)
-            show_layers(runner, ids)
-            answer(runner, ids, args.tokens)
+    args = options(__doc__).parse_args()
+
+    def show(runner: Runner, path: Path) -> None:
+        ids = prompt_ids(runner, args.prompt)
+        show_layers(runner, ids)
+        # Special tokens are shown: they part the channels, of which only ``final`` is meant for the user.
+        answer(runner, args)
         if not args.model:
             show_streaming(path, ids)
+
+    run("gpt_oss", args, show)
 
 
 if __name__ == "__main__":

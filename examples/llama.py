@@ -8,20 +8,14 @@ python examples/llama.py --model smollm2-135m --prompt "The moon is"
 
 from __future__ import annotations
 
-import argparse
-import os
-import sys
-import tempfile
 import time
-from pathlib import Path
 
 import mlx.core as mx
+from common import options, run
 
 from turbospark_mlx import Runner
 from turbospark_mlx.families.layers import Positions
 from turbospark_mlx.families.moe import route
-from turbospark_mlx.store import resolve
-from turbospark_mlx.testing import make_tiny_install, variants
 
 
 def greedy(runner: Runner, logits: mx.array, count: int) -> list[int]:
@@ -34,7 +28,6 @@ def greedy(runner: Runner, logits: mx.array, count: int) -> list[int]:
 
 
 def show(runner: Runner, prompt: str, count: int) -> None:
-    print(runner.report(), end="\n\n")
     ids = runner.tokenizer.encode(prompt)
     start = time.perf_counter()
     logits = runner.prefill(ids)
@@ -87,28 +80,9 @@ def show_experts(runner: Runner, ids: list[int]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="install, alias or repository; by default a tiny random one is made")
-    parser.add_argument("--variant", help="of the tiny model, or 'list'")
-    parser.add_argument("--prompt", default="The moon is")
-    parser.add_argument("--tokens", type=int, default=24)
-    args = parser.parse_args()
-    if args.variant == "list":
-        print("\n".join(variants("llama")))
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        if args.model:
-            path = resolve(args.model)
-        else:
-            path = make_tiny_install("llama", Path(folder) / "tiny.gturbo", variant=args.variant)
-        with Runner.open(path) as runner:
-            show(runner, args.prompt, args.tokens)
+    args = options(__doc__, prompt="The moon is").parse_args()
+    run("llama", args, lambda runner, _: show(runner, args.prompt, args.tokens))
 
 
 if __name__ == "__main__":
-    try:
-        main()
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader has seen enough (`... | head`). What is left in the buffer must not fail again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    main()

@@ -7,17 +7,11 @@ python examples/muse.py --model muse-30b.gturbo --prompt "Why is the sky blue?" 
 
 from __future__ import annotations
 
-import argparse
-import tempfile
-import time
-from pathlib import Path
-
 import mlx.core as mx
 import mlx.nn as nn
+from common import answer, options, run, show_rollback
 
 from turbospark_mlx import Runner
-from turbospark_mlx.store import resolve
-from turbospark_mlx.testing import make_tiny_install, variants
 
 
 def describe(runner: Runner) -> None:
@@ -29,29 +23,6 @@ def describe(runner: Runner) -> None:
     for context in (1024, 131072):
         print(f"keys and values of {context:6} tokens: {config.kv_bytes(context, 2) / 1e6:.2f} MB in half precision")
     print()
-
-
-def answer(runner: Runner, prompt: str, count: int) -> list[int]:
-    """Run a chat prompt, or plain text where the model has no template, and go on greedily to the end of the turn."""
-    tokenizer = runner.tokenizer
-    if tokenizer.has_chat_template:
-        ids = tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
-    else:
-        ids = tokenizer.encode(prompt)
-    start = time.perf_counter()
-    logits = runner.prefill(ids)
-    prefilled = time.perf_counter()
-    tokens = []
-    while len(tokens) < count and not tokenizer.eos_token_ids.intersection(tokens[-1:]):
-        tokens.append(int(mx.argmax(logits)))
-        logits = runner.decode(tokens[-1])
-    done = time.perf_counter()
-    print(f"{prompt!r} -> {tokenizer.decode(tokens)!r}")
-    print(
-        f"prompt {len(ids) / (prefilled - start):.1f} tokens/s, answer {len(tokens) / (done - prefilled):.1f} tokens/s"
-    )
-    print(f"decode step: {runner.report().decode_step}\n")
-    return [*ids, *tokens]
 
 
 def show_gates(runner: Runner, ids: list[int]) -> None:
@@ -78,41 +49,18 @@ def show_gates(runner: Runner, ids: list[int]) -> None:
     print()
 
 
-def show_reuse(runner: Runner, ids: list[int]) -> None:
-    """A mark goes back to any point; another prompt reuses a prefix as far as the windows still hold it."""
-    runner.reset()
-    runner.prefill(ids)
-    mark = runner.mark()
-    before = runner.decode(ids[0])
-    runner.decode(ids[1])
-    runner.rollback(mark)
-    again = runner.decode(ids[0])
-    print(f"after a rollback the logits differ by {float(mx.abs(before - again).max()):g}")
-    runner.rollback(mark)
-    print(f"the same prompt again: {runner.reuse(ids)} of {len(ids)} tokens are reused")
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="install, alias or repository; by default a tiny random one is made")
-    parser.add_argument("--variant", help="of the tiny model, or 'list'")
-    parser.add_argument("--prompt", default="Why is the sky blue?")
-    parser.add_argument("--tokens", type=int, default=24)
-    args = parser.parse_args()
-    if args.variant == "list":
-        print("\n".join(variants("muse")))
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        if args.model:
-            path = resolve(args.model)
-        else:
-            path = make_tiny_install("muse", Path(folder) / "tiny.gturbo", variant=args.variant)
-        with Runner.open(path) as runner:
-            print(runner.report(), end="\n\n")
-            describe(runner)
-            ids = answer(runner, args.prompt, args.tokens)
-            show_gates(runner, ids)
-            show_reuse(runner, ids)
+    args = options(__doc__).parse_args()
+
+    def show(runner: Runner, _) -> None:
+        describe(runner)
+        ids = answer(runner, args)
+        print(f"decode step: {runner.report().decode_step}\n")
+        show_gates(runner, ids)
+        show_rollback(runner, ids)
+        print(f"the same prompt again: {runner.reuse(ids)} of {len(ids)} tokens are reused")
+
+    run("muse", args, show)
 
 
 if __name__ == "__main__":

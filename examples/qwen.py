@@ -7,17 +7,11 @@ python examples/qwen.py --model qwen3.5.gturbo --prompt "Why is the sky blue?"
 
 from __future__ import annotations
 
-import argparse
-import tempfile
-import time
-from pathlib import Path
-
 import mlx.core as mx
+from common import answer, options, run
 
 from turbospark_mlx import Runner
 from turbospark_mlx.cache import RecurrentState
-from turbospark_mlx.store import resolve
-from turbospark_mlx.testing import make_tiny_install, variants
 
 
 def describe(runner: Runner) -> None:
@@ -33,26 +27,6 @@ def describe(runner: Runner) -> None:
             keeps = f"keys and values of every token, {config.num_key_value_heads} heads of {config.head_dim}"
         print(f"layer {number:2}: {keeps}")
     print()
-
-
-def answer(runner: Runner, prompt: str, count: int) -> list[int]:
-    """Run a chat prompt, or plain text where the model has no template, and go on greedily."""
-    tokenizer = runner.tokenizer
-    if tokenizer.has_chat_template:
-        ids = tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
-    else:
-        ids = tokenizer.encode(prompt)
-    start = time.perf_counter()
-    logits = runner.prefill(ids)
-    prefilled = time.perf_counter()
-    tokens = []
-    for _ in range(count):
-        tokens.append(int(mx.argmax(logits)))
-        logits = runner.decode(tokens[-1])
-    done = time.perf_counter()
-    print(f"{prompt!r} -> {tokenizer.decode(tokens)!r}")
-    print(f"prompt {len(ids) / (prefilled - start):.1f} tokens/s, answer {count / (done - prefilled):.1f} tokens/s\n")
-    return [*ids, *tokens]
 
 
 def show_memory(runner: Runner, ids: list[int]) -> None:
@@ -80,26 +54,15 @@ def show_reuse(runner: Runner, ids: list[int]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="install, alias or repository; by default a tiny random one is made")
-    parser.add_argument("--variant", help="of the tiny model, or 'list'")
-    parser.add_argument("--prompt", default="Why is the sky blue?")
-    parser.add_argument("--tokens", type=int, default=24)
-    args = parser.parse_args()
-    if args.variant == "list":
-        print("\n".join(variants("qwen")))
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        if args.model:
-            path = resolve(args.model)
-        else:
-            path = make_tiny_install("qwen", Path(folder) / "tiny.gturbo", variant=args.variant)
-        with Runner.open(path) as runner:
-            print(runner.report(), end="\n\n")
-            describe(runner)
-            ids = answer(runner, args.prompt, args.tokens)
-            show_memory(runner, ids)
-            show_reuse(runner, ids)
+    args = options(__doc__).parse_args()
+
+    def show(runner: Runner, _) -> None:
+        describe(runner)
+        ids = answer(runner, args)
+        show_memory(runner, ids)
+        show_reuse(runner, ids)
+
+    run("qwen", args, show)
 
 
 if __name__ == "__main__":

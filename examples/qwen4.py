@@ -8,17 +8,10 @@ python examples/qwen4.py --model qwen4.gturbo --expert-slots 16 --prompt "Why is
 
 from __future__ import annotations
 
-import argparse
-import tempfile
-import time
-from pathlib import Path
-
-import mlx.core as mx
 import numpy as np
+from common import answer, options, run
 
 from turbospark_mlx import Runner
-from turbospark_mlx.store import resolve
-from turbospark_mlx.testing import make_tiny_install, variants
 
 
 def describe(runner: Runner) -> None:
@@ -36,26 +29,6 @@ def describe(runner: Runner) -> None:
         told = ", and is told about n-grams" if number == config.ple_layer else ""
         print(f"layer {number:2}: {sees}{told}")
     print()
-
-
-def answer(runner: Runner, prompt: str, count: int) -> list[int]:
-    """Run a chat prompt, or plain text where the model has no template, and go on greedily."""
-    tokenizer = runner.tokenizer
-    if tokenizer.has_chat_template:
-        ids = tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
-    else:
-        ids = tokenizer.encode(prompt)
-    start = time.perf_counter()
-    logits = runner.prefill(ids)
-    prefilled = time.perf_counter()
-    tokens = []
-    for _ in range(count):
-        tokens.append(int(mx.argmax(logits)))
-        logits = runner.decode(tokens[-1])
-    done = time.perf_counter()
-    print(f"{prompt!r} -> {tokenizer.decode(tokens)!r}")
-    print(f"prompt {len(ids) / (prefilled - start):.1f} tokens/s, answer {count / (done - prefilled):.1f} tokens/s\n")
-    return [*ids, *tokens]
 
 
 def show_choice(runner: Runner, ids: list[int]) -> None:
@@ -104,29 +77,19 @@ def show_table(runner: Runner, count: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="install, alias or repository; by default a tiny random one is made")
-    parser.add_argument("--variant", help="of the tiny model, or 'list'")
+    parser = options(__doc__)
     parser.add_argument("--expert-slots", default="auto", help="experts of a layer that are in memory at once")
-    parser.add_argument("--prompt", default="Why is the sky blue?")
-    parser.add_argument("--tokens", type=int, default=24)
     args = parser.parse_args()
-    if args.variant == "list":
-        print("\n".join(variants("qwen4")))
-        return
+
+    def show(runner: Runner, _) -> None:
+        describe(runner)
+        ids = answer(runner, args)
+        show_choice(runner, ids)
+        compare(runner, ids)
+        show_table(runner, len(ids))
+
     slots = args.expert_slots if args.expert_slots == "auto" else int(args.expert_slots)
-    with tempfile.TemporaryDirectory() as folder:
-        if args.model:
-            path = resolve(args.model)
-        else:
-            path = make_tiny_install("qwen4", Path(folder) / "tiny.gturbo", variant=args.variant)
-        with Runner.open(path, expert_slots=slots) as runner:
-            print(runner.report(), end="\n\n")
-            describe(runner)
-            ids = answer(runner, args.prompt, args.tokens)
-            show_choice(runner, ids)
-            compare(runner, ids)
-            show_table(runner, len(ids))
+    run("qwen4", args, show, expert_slots=slots)
 
 
 if __name__ == "__main__":

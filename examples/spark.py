@@ -7,17 +7,11 @@ python examples/spark.py --model spark-x2.5-4b.gturbo --prompt "Why is the sky b
 
 from __future__ import annotations
 
-import argparse
-import tempfile
-import time
-from pathlib import Path
-
 import mlx.core as mx
 import mlx.nn as nn
+from common import answer, options, run, show_reuse, show_rollback
 
 from turbospark_mlx import Runner
-from turbospark_mlx.store import resolve
-from turbospark_mlx.testing import make_tiny_install, variants
 
 
 def describe(runner: Runner) -> None:
@@ -29,31 +23,6 @@ def describe(runner: Runner) -> None:
             f"layer {number:2}: sees {sees:12} turns {config.rotary_dims(kind)} of {config.head_dim} by base {base:g}"
         )
     print()
-
-
-def answer(runner: Runner, prompt: str, count: int) -> list[int]:
-    """Run a chat prompt, or plain text where the model has no template, and go on greedily."""
-    tokenizer = runner.tokenizer
-    if tokenizer.has_chat_template:
-        ids = tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
-    else:
-        ids = tokenizer.encode(prompt)
-    start = time.perf_counter()
-    logits = runner.prefill(ids)
-    prefilled = time.perf_counter()
-    tokens = []
-    for _ in range(count):
-        tokens.append(int(mx.argmax(logits)))
-        if tokens[-1] in tokenizer.eos_token_ids:
-            break
-        logits = runner.decode(tokens[-1])
-    done = time.perf_counter()
-    print(f"{prompt!r} -> {tokenizer.decode(tokens)!r}")
-    print(
-        f"prompt {len(ids) / (prefilled - start):.1f} tokens/s,"
-        f" answer {len(tokens) / (done - prefilled):.1f} tokens/s\n"
-    )
-    return [*ids, *tokens]
 
 
 def show_gates(runner: Runner, ids: list[int]) -> None:
@@ -82,42 +51,17 @@ def show_gates(runner: Runner, ids: list[int]) -> None:
     print()
 
 
-def show_reuse(runner: Runner, ids: list[int]) -> None:
-    """A mark goes back to any point; a prefix is reused as far as the windows still hold what it needs."""
-    runner.reset()
-    runner.prefill(ids)
-    mark = runner.mark()
-    before = runner.decode(ids[0])
-    runner.decode(ids[1])
-    runner.rollback(mark)
-    again = runner.decode(ids[0])
-    print(f"after a rollback the logits differ by {float(mx.abs(before - again).max()):g}")
-    shared = len(ids) // 2
-    other = [*ids[:shared], *(i ^ 1 for i in ids[shared:])]
-    print(f"{runner.reuse(other)} of the first {shared} tokens that another prompt shares could be reused")
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="install, alias or repository; by default a tiny random one is made")
-    parser.add_argument("--variant", help="of the tiny model, or 'list'")
-    parser.add_argument("--prompt", default="Why is the sky blue?")
-    parser.add_argument("--tokens", type=int, default=24)
-    args = parser.parse_args()
-    if args.variant == "list":
-        print("\n".join(variants("spark")))
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        if args.model:
-            path = resolve(args.model)
-        else:
-            path = make_tiny_install("spark", Path(folder) / "tiny.gturbo", variant=args.variant)
-        with Runner.open(path) as runner:
-            print(runner.report(), end="\n\n")
-            describe(runner)
-            ids = answer(runner, args.prompt, args.tokens)
-            show_gates(runner, ids)
-            show_reuse(runner, ids)
+    args = options(__doc__).parse_args()
+
+    def show(runner: Runner, _) -> None:
+        describe(runner)
+        ids = answer(runner, args)
+        show_gates(runner, ids)
+        show_rollback(runner, ids)
+        show_reuse(runner, ids)
+
+    run("spark", args, show)
 
 
 if __name__ == "__main__":

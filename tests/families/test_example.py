@@ -12,11 +12,11 @@ import pytest
 from turbospark_mlx import families
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SCRIPT = EXAMPLES / "llama.py"
 
 
 def run(script: str, *arguments: str, monkeypatch, capsys) -> str:
     monkeypatch.setattr(sys, "argv", [script, *arguments])
+    monkeypatch.syspath_prepend(str(EXAMPLES))  # as Python does for a script
     runpy.run_path(str(EXAMPLES / script), run_name="__main__")
     return capsys.readouterr().out
 
@@ -27,19 +27,16 @@ def test_every_family_has_an_example_that_runs_at_once(family, monkeypatch, caps
 
 
 @pytest.mark.parametrize("variant", ["llama", "mistral"])
-def test_it_runs_on_a_tiny_model_that_it_makes(variant, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--variant", variant, "--tokens", "12"])
-    runpy.run_path(str(SCRIPT), run_name="__main__")
-    out = capsys.readouterr().out
+def test_it_runs_on_a_tiny_model_that_it_makes(variant, monkeypatch, capsys):
+    out = run("llama.py", "--variant", variant, "--tokens", "12", monkeypatch=monkeypatch, capsys=capsys)
     assert "parameters" in out
     assert out.count("%  '") + out.count('%  "') == 3
     assert "differ by at most 0" in out
 
 
 def test_it_lists_the_variants(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--variant", "list"])
-    runpy.run_path(str(SCRIPT), run_name="__main__")
-    assert "mistral-mixed" in capsys.readouterr().out.split()
+    out = run("llama.py", "--variant", "list", monkeypatch=monkeypatch, capsys=capsys)
+    assert "mistral-mixed" in out.split()
 
 
 @pytest.mark.parametrize("variant", ["gpt-oss", "gpt-oss-plain"])
@@ -61,7 +58,7 @@ def test_a_reader_that_goes_away_is_no_error():
     reader, writer = os.pipe()
     os.close(reader)
     try:
-        command = [sys.executable, str(SCRIPT), "--variant", "list"]
+        command = [sys.executable, str(EXAMPLES / "llama.py"), "--variant", "list"]
         done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
     finally:
         os.close(writer)
