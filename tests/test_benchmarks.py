@@ -1,5 +1,7 @@
 """The models that benchmarks make up: ours and mlx-lm's are one model, so that their speeds are of the same work."""
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +12,7 @@ from mlx.utils import tree_flatten
 
 from turbospark_mlx import Runner
 from turbospark_mlx.custom_kernels import backends
+from turbospark_mlx.testing import make_tiny_install
 
 TINY = {
     "num_hidden_layers": 2,
@@ -175,3 +178,15 @@ def test_what_a_token_reads_of_experts(benchmarks):
     kept = sum(a.nbytes for name, a in tree_flatten(model.parameters()) if "embed_tokens" not in name)
     chosen = 4 * 3 * 3 * 128 * 256 * (4 + 2 * 16 / 64) // 8  # layers, experts, matrices of 128 x 256
     assert shapes.bytes_a_token(model, 10) == kept + chosen + model.args.kv_bytes(10, 4)
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="caches of files are dropped on Linux")
+def test_a_streamed_model_beside_what_info_says(tmp_path):
+    path = make_tiny_install("gemma4", tmp_path / "tiny.gturbo", variant="gemma4-moe")
+    script = Path(__file__).parents[1] / "benchmarks" / "streaming.py"
+    command = [sys.executable, str(script), str(path), *"--slots 4 --context 32 --prompt-tokens 8 --no-limit".split()]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert lines[0].startswith("4 slots: opened in ")
+    # The context is filled but for the tokens that are decoded.
+    assert [line.split()[0] for line in lines[1:]] == ["8", "24"]
+    assert all("GB held" in line and "predicted" in line for line in lines[1:])

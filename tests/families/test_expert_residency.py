@@ -110,6 +110,23 @@ def test_a_read_error_in_the_middle_of_a_token(install, monkeypatch):
             assert np.array_equal(runner.decode(token), right)
 
 
+@pytest.mark.parametrize("residency", ["resident", "streamed"])
+def test_closing_gives_all_memory_back(install, residency):
+    def opened():
+        runner = Runner.open(install("gemma4", "gemma4-moe"), residency=residency)
+        answers(runner)
+        runner.close()
+        return runner
+
+    opened()  # what is kept for later models is there now
+    gc.collect()
+    before = mx.get_active_memory()
+    kept = opened()
+    assert mx.get_active_memory() == before
+    assert mx.get_cache_memory() == 0
+    kept.close()
+
+
 def test_a_loaded_model_keeps_its_files_as_long_as_it_lives(install):
     path = install("llama", "mixtral")
     gc.collect()  # of what tests before this one left open
