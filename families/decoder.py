@@ -18,6 +18,22 @@ from turbospark_mlx.families.layers import AffineEmbedding, AffineLinear, Builde
 from turbospark_mlx.protocols import ExpertFactory, LayerCache, ModelConfig, RowTable
 
 
+class PreNormLayer(Module):
+    """Attention, then feed-forward: each reads what a norm makes of the stream, and adds to it."""
+
+    def __init__(self, config: Any, path: str, attention: nn.Module, feed_forward: nn.Module, build: Builder):
+        super().__init__()
+        self.self_attn, self.mlp = attention, feed_forward
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            self[name] = build.norm(f"{path}.{name}", config.hidden_size, config.rms_norm_eps)
+
+    def __call__(self, x: mx.array, cache: LayerCache | None = None, positions: Positions | None = None) -> mx.array:
+        """``positions`` are those after what ``cache`` holds, or from 0 on."""
+        positions = positions or Positions.after(cache, x.shape[1])
+        x = self.self_attn(x, positions, cache, norm=self.input_layernorm, residual=x)
+        return self.mlp(x, norm=self.post_attention_layernorm, residual=x)
+
+
 class Decoder(Module):
     """Embedding, layers and final norm: what the checkpoint calls ``model``."""
 
@@ -135,4 +151,5 @@ class CausalModel(Module):
 
     def make_cache(self, max_length: int | None = None) -> list[LayerCache]:
         """An empty state for each layer, for sequences of up to ``max_length`` tokens."""
-        return [LinearKV(max_length) if layer.window is None else RingKV(layer.window) for layer in self.layers]
+        windows = [layer.self_attn.window for layer in self.layers]
+        return [LinearKV(max_length) if window is None else RingKV(window) for window in windows]

@@ -22,6 +22,10 @@ class Windowed:
         """Whether this layer sees only the last ``sliding_window`` tokens."""
         return self.layer_types[layer] == SLIDING
 
+    def window(self, layer: int) -> int | None:
+        """How many tokens this layer sees, the query's own counted; None where it sees all."""
+        return self.sliding_window if self.slides(layer) else None
+
     def kv_bytes(self, context: int, itemsize: int) -> int:
         """Bytes that the caches of one sequence of ``context`` tokens take with elements of ``itemsize`` bytes."""
         sliding = self.layer_types.count(SLIDING)

@@ -184,7 +184,8 @@ def test_what_a_token_reads_of_experts(benchmarks):
 def test_a_streamed_model_beside_what_info_says(tmp_path):
     path = make_tiny_install("gemma4", tmp_path / "tiny.gturbo", variant="gemma4-moe")
     script = Path(__file__).parents[1] / "benchmarks" / "streaming.py"
-    command = [sys.executable, str(script), str(path), *"--slots 4 --context 32 --prompt-tokens 8 --no-limit".split()]
+    options = ["--slots", "4", "--context", "32", "--prompt-tokens", "8", "--no-limit"]
+    command = [sys.executable, str(script), str(path), *options]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     assert lines[0].startswith("4 slots: opened in ")
     # The context is filled but for the tokens that are decoded.

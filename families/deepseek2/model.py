@@ -14,7 +14,7 @@ import numpy as np
 from turbospark_mlx.cache import LatentKV
 from turbospark_mlx.custom_kernels import HeadRows, backends, latent_attends, latent_attention, rotate, rotations
 from turbospark_mlx.custom_kernels.affine import GPU_PRODUCT_COLUMNS
-from turbospark_mlx.families.decoder import CausalModel, Decoder
+from turbospark_mlx.families.decoder import CausalModel, Decoder, PreNormLayer
 from turbospark_mlx.families.deepseek2.config import BIASED, Deepseek2Config
 from turbospark_mlx.families.deepseek2.weights import expected, experts
 from turbospark_mlx.families.feed_forward import FeedForward
@@ -217,23 +217,15 @@ class Mixture(Module):
         return self.switch_mlp.finish(pending, rows, weights, meanwhile=(shared,), residual=added).reshape(x.shape)
 
 
-class DecoderLayer(Module):
+class DecoderLayer(PreNormLayer):
     def __init__(self, config: Deepseek2Config, number: int, rope: PartialRoPE, build: Builder):
-        super().__init__()
         path, routed = f"model.layers.{number}", config.routed_layers()
-        self.self_attn = Attention(config, f"{path}.self_attn", rope, build)
         if number in routed:
-            self.mlp = Mixture(config, f"{path}.mlp", routed.index(number), build)
+            feed_forward = Mixture(config, f"{path}.mlp", routed.index(number), build)
         else:
-            self.mlp = FeedForward(f"{path}.mlp", config.hidden_size, config.intermediate_size, build)
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            self[name] = build.norm(f"{path}.{name}", config.hidden_size, config.rms_norm_eps)
-
-    def __call__(self, x: mx.array, cache: LatentKV | None = None, positions: Positions | None = None) -> mx.array:
-        """``positions`` are those after what ``cache`` holds, or from 0 on."""
-        positions = positions or Positions.after(cache, x.shape[1])
-        x = self.self_attn(x, positions, cache, norm=self.input_layernorm, residual=x)
-        return self.mlp(x, norm=self.post_attention_layernorm, residual=x)
+            feed_forward = FeedForward(f"{path}.mlp", config.hidden_size, config.intermediate_size, build)
+        attention = Attention(config, f"{path}.self_attn", rope, build)
+        super().__init__(config, path, attention, feed_forward, build)
 
 
 class Model(CausalModel):

@@ -6,13 +6,10 @@ before the rotation; Qwen3 normalises every head of q and k before it.
 
 from __future__ import annotations
 
-import mlx.core as mx
-
-from turbospark_mlx.cache import LinearKV, RingKV
 from turbospark_mlx.families.attention import GroupedAttention
-from turbospark_mlx.families.decoder import CausalModel, Decoder
+from turbospark_mlx.families.decoder import CausalModel, Decoder, PreNormLayer
 from turbospark_mlx.families.feed_forward import FeedForward
-from turbospark_mlx.families.layers import Builder, Module, Positions, RoPE
+from turbospark_mlx.families.layers import Builder, RoPE
 from turbospark_mlx.families.llama.config import LlamaConfig
 from turbospark_mlx.families.llama.weights import expected, experts
 from turbospark_mlx.families.moe import SparseMoe
@@ -29,12 +26,10 @@ def feed_forward(config: LlamaConfig, number: int, build: Builder) -> FeedForwar
     return SparseMoe(path, position, spec, normalize=config.norm_topk_prob, build=build)
 
 
-class DecoderLayer(Module):
+class DecoderLayer(PreNormLayer):
     def __init__(self, config: LlamaConfig, number: int, rope: RoPE, build: Builder):
-        super().__init__()
         path = f"model.layers.{number}"
-        self.window = config.sliding_window if config.slides(number) else None
-        self.self_attn = GroupedAttention(
+        attention = GroupedAttention(
             f"{path}.self_attn",
             config.hidden_size,
             heads=config.num_attention_heads,
@@ -42,24 +37,14 @@ class DecoderLayer(Module):
             head_dim=config.head_dim,
             # Queries and keys are both multiplied by the attention factor, so their products are by its square.
             scale=config.head_dim**-0.5 * attention_factor(config.rope_scaling) ** 2,
-            window=self.window,
+            window=config.window(number),
             rope=rope,
             build=build,
             bias=config.attention_bias,
             output_bias=config.attention_output_bias,
             head_norm_eps=config.rms_norm_eps if config.qk_norm else None,
         )
-        self.mlp = feed_forward(config, number, build)
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            setattr(self, name, build.norm(f"{path}.{name}", config.hidden_size, config.rms_norm_eps))
-
-    def __call__(
-        self, x: mx.array, cache: LinearKV | RingKV | None = None, positions: Positions | None = None
-    ) -> mx.array:
-        """``positions`` are those after what ``cache`` holds, or from 0 on."""
-        positions = positions or Positions.after(cache, x.shape[1])
-        x = self.self_attn(x, positions, cache, norm=self.input_layernorm, residual=x)
-        return self.mlp(x, norm=self.post_attention_layernorm, residual=x)
+        super().__init__(config, path, attention, feed_forward(config, number, build), build)
 
 
 class Model(CausalModel):

@@ -30,7 +30,6 @@ class DecoderLayer(Module):
     def __init__(self, config: MuseConfig, number: int, rope: RoPE, build: Builder):
         super().__init__()
         path, hidden = f"model.layers.{number}", config.hidden_size
-        self.window = config.sliding_window if config.slides(number) else None
         self.self_attn = GroupedAttention(
             f"{path}.self_attn",
             hidden,
@@ -39,7 +38,7 @@ class DecoderLayer(Module):
             head_dim=config.head_dim,
             # Queries are multiplied by the factor after their norm, so scores are.
             scale=config.head_dim**-0.5 * config.qk_scale_factor,
-            window=self.window,
+            window=config.window(number),
             rope=rope,
             build=build,
             head_norm_eps=config.rms_norm_eps,

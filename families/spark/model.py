@@ -7,30 +7,25 @@ from another base; the residual stream is float32 whatever the activations are.
 
 from __future__ import annotations
 
-import mlx.core as mx
-
-from turbospark_mlx.cache import LinearKV, RingKV
 from turbospark_mlx.families.attention import GroupedAttention
-from turbospark_mlx.families.decoder import CausalModel, Decoder
+from turbospark_mlx.families.decoder import CausalModel, Decoder, PreNormLayer
 from turbospark_mlx.families.feed_forward import FeedForward
-from turbospark_mlx.families.layers import Builder, Module, Positions, RoPE
+from turbospark_mlx.families.layers import Builder, RoPE
 from turbospark_mlx.families.spark.config import FULL, SLIDING, SparkConfig
 from turbospark_mlx.families.spark.weights import expected
 
 
-class DecoderLayer(Module):
+class DecoderLayer(PreNormLayer):
     def __init__(self, config: SparkConfig, number: int, rope: RoPE, build: Builder):
-        super().__init__()
         path = f"model.layers.{number}"
-        self.window = config.sliding_window if config.slides(number) else None
-        self.self_attn = GroupedAttention(
+        attention = GroupedAttention(
             f"{path}.self_attn",
             config.hidden_size,
             heads=config.num_attention_heads,
             kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
             scale=config.head_dim**-0.5,
-            window=self.window,
+            window=config.window(number),
             rope=rope,
             build=build,
             bias=config.attention_bias,
@@ -38,7 +33,7 @@ class DecoderLayer(Module):
             one_matrix=True,
             gates=("g_proj", config.num_attention_heads),
         )
-        self.mlp = FeedForward(
+        feed_forward = FeedForward(
             f"{path}.mlp",
             config.hidden_size,
             config.intermediate_size,
@@ -46,16 +41,7 @@ class DecoderLayer(Module):
             bias=config.mlp_bias,
             activation="gelu_erf",
         )
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            setattr(self, name, build.norm(f"{path}.{name}", config.hidden_size, config.rms_norm_eps))
-
-    def __call__(
-        self, x: mx.array, cache: LinearKV | RingKV | None = None, positions: Positions | None = None
-    ) -> mx.array:
-        """``positions`` are those after what ``cache`` holds, or from 0 on."""
-        positions = positions or Positions.after(cache, x.shape[1])
-        x = self.self_attn(x, positions, cache, norm=self.input_layernorm, residual=x)
-        return self.mlp(x, norm=self.post_attention_layernorm, residual=x)
+        super().__init__(config, path, attention, feed_forward, build)
 
 
 class Model(CausalModel):

@@ -174,7 +174,7 @@ def test_logits_are_multiplied_and_then_capped():
 def test_what_a_layer_keeps():
     model = model_of("muse", "muse-glimmer-three-heads")
     assert [type(state) for state in model.make_cache()] == [LinearKV, RingKV, RingKV]
-    assert [layer.window for layer in model.layers] == [None, 8, 8]
+    assert [layer.self_attn.window for layer in model.layers] == [None, 8, 8]
 
 
 def test_embeddings_of_any_size_are_one_embedding():

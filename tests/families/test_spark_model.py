@@ -64,7 +64,7 @@ def test_layers_have_the_rotation_and_the_window_of_their_kind():
     for number, layer in enumerate(model.layers):
         kind = config.layer_types[number]
         np.testing.assert_array_equal(layer.self_attn.rope.table(7, 1), RoPE(config.frequencies(kind)).table(7, 1))
-        assert layer.window == (WINDOW if kind == SLIDING else None)
+        assert layer.self_attn.window == (WINDOW if kind == SLIDING else None)
     assert [type(state).__name__ for state in model.make_cache()] == ["RingKV"] * 3 + ["LinearKV"]
 
 
