@@ -179,6 +179,8 @@ def test_spellings_of_one_model():
         ({"indexer_budget": None}, "indexer_budget is missing"),
         ({"ple_layer_ids": [2, 3]}, r"ple_layer_ids is \[2, 3\]; .* at most one"),
         ({"ple_layer_ids": [0]}, r"ple_layer_ids is \[0\]"),
+        ({"ple_layer_ids": [[2]]}, r"ple_layer_ids is \[\[2\]\]"),
+        ({"ple_layer_ids": [2, "2"]}, r"ple_layer_ids is \[2, '2'\]"),
         ({"ple_layer_ids": [49]}, r"ple_layer_ids is \[49\]"),
         ({"ple_layer_ids": [4]}, "layer 3 is told about n-grams, but is no linear_attention layer"),
         ({"ple_embed_dim": 2561}, "2561 dimensions of an n-gram embedding cannot be shared by 16 heads"),
