@@ -202,6 +202,12 @@ def test_refusals(fields, words):
         config_from_hf(changed(**fields))
 
 
+def test_a_refusal_shows_no_more_than_a_line_of_a_value():
+    with pytest.raises(ConvertError, match=r"ple_layer_ids is \[49, 49,") as refusal:
+        config_from_hf(changed(ple_layer_ids=[49] * 5000))
+    assert len(str(refusal.value)) < 400
+
+
 REQUIRED = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
     *("max_position_embeddings", "rms_norm_eps", "linear_num_key_heads", "linear_num_value_heads", "hc_count"),
