@@ -196,6 +196,15 @@ def test_half_of_the_norms_added_to_are_refused(tmp_path):
     refused(source, tmp_path, "33% exceed 0.5")
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_norm_without_values_is_refused_by_its_shape(tmp_path):
+    config = tiny_config("qwen4")
+    tensors = published(config)
+    name = "model.language_model.layers.0.attn_hyper_connection.hc_norm.weight"
+    tensors[name] = tensors[name][:0]
+    refused(write_checkpoint(tmp_path / "empty", config, plain(tensors)), tmp_path, name, "[0]", "[256]")
+
+
 def test_constants_of_another_hash_are_refused(tmp_path):
     config = tiny_config("qwen4")
     for name, value in (("layer_multipliers", [1, 3, 5]), ("ngram_heads_vocab_sizes", [199, 211])):
