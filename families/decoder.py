@@ -145,8 +145,9 @@ class CausalModel(Module):
     def check(self) -> None:
         """Raise InstallError where the values that were loaded contradict the configuration."""
 
-    def warm_up(self) -> list[mx.array]:
-        """What to evaluate so that every kernel is compiled which passes of a few tokens do not come to."""
+    def warm_up(self, length: int) -> list[mx.array]:
+        """What to evaluate so that every kernel is compiled which passes of a few tokens do not come to, and sequences
+        of up to ``length`` tokens do."""
         return []
 
     def make_cache(self, max_length: int | None = None) -> list[LayerCache]:

@@ -340,10 +340,11 @@ class Model(CausalModel):
                 f"model_weights.bin: {found}; manifest.json takes norms to be stored {said}. Convert the model again."
             )
 
-    def warm_up(self) -> list[mx.array]:
+    def warm_up(self, length: int) -> list[mx.array]:
         """See `CausalModel`: short passes choose no blocks."""
         attention = next((layer.self_attn for layer in self.layers if "self_attn" in layer), None)
-        return [] if attention is None else [attention.warm_up(self.args, self.dtype)]
+        chooses = length >= (self.args.block_top_k + 1) * self.args.indexer_compress_ratio
+        return [attention.warm_up(self.args, self.dtype)] if attention is not None and chooses else []
 
     def attend_sparsely(self, sparse: bool) -> None:
         """Whether attention layers choose blocks, as they were trained to, or see everything, for comparison."""
