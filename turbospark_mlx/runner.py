@@ -231,7 +231,7 @@ class Runner:
                 for _ in range(min(STEPS_TO_SETTLE, self.max_context - caches[0].offset)):
                     mx.eval(self._step(0, caches))
         if self.experts:
-            self.experts.compile_kernels(WARM_UP_ROWS)
+            self.experts.compile_kernels()
         self.model.backend.counters.clear()
 
     @property
