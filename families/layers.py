@@ -233,8 +233,8 @@ class AffineEmbedding(Module):
     def _parts(self) -> tuple[mx.array, mx.array, mx.array]:
         return self["weight"], self["scales"], self["biases"]
 
-    def __call__(self, ids: mx.array, *, scale: float = 1.0) -> mx.array:
-        """Integer ids ``[...]`` -> ``scale`` times their rows ``[..., width]``."""
+    def __call__(self, ids: mx.array, *, scale: float = 1.0, copies: int = 1) -> mx.array:
+        """Integer ids ``[...]`` -> ``scale`` times their rows, ``copies`` of each: ``[..., copies * width]``."""
         return affine_embedding(
             ids,
             *self._parts(),
@@ -242,6 +242,7 @@ class AffineEmbedding(Module):
             group_size=self.group_size,
             dtype=self._dtype,
             scale=scale,
+            copies=copies,
             backend=self._backend,
         )
 
@@ -327,15 +328,17 @@ def project(
     norm: nn.Module | None = None,
     row_gate: mx.array | None = None,
     residual: mx.array | None = None,
+    scale: float = 1.0,
 ):
-    """``linear(norm(x)) * sigmoid(row_gate) + residual``, as one operation where this package's modules allow it."""
+    """``scale * linear(norm(x)) * sigmoid(row_gate) + residual``, as one operation where this package's modules allow
+    it."""
     if norm is not None and not (isinstance(linear, AffineLinear) and isinstance(norm, RMSNorm)):
         x, norm = norm(x), None
     if isinstance(linear, AffineLinear):
-        return linear(x, norm=norm, row_gate=row_gate, residual=residual)
-    if isinstance(linear, Linear) and row_gate is None:
+        return linear(x, norm=norm, row_gate=row_gate, residual=residual, scale=scale)
+    if isinstance(linear, Linear) and row_gate is None and scale == 1.0:
         return linear(x, residual=residual)
-    y = linear(x)
+    y = linear(x) if scale == 1.0 else linear(x) * scale
     y = y if row_gate is None else y * mx.sigmoid(row_gate).astype(y.dtype)
     return y if residual is None else residual + y
 
@@ -343,6 +346,11 @@ def project(
 def scaled_rows(table: nn.Module, ids: mx.array, scale: float) -> mx.array:
     """``table(ids) * scale``, as one operation where this package's modules allow it."""
     return table(ids, scale=scale) if isinstance(table, AffineEmbedding) else table(ids) * scale
+
+
+def repeated_rows(table: nn.Module, ids: mx.array, copies: int) -> mx.array:
+    """``copies`` of ``table(ids)`` side by side, as one operation where this package's modules allow it."""
+    return table(ids, copies=copies) if isinstance(table, AffineEmbedding) else mx.tile(table(ids), (1, 1, copies))
 
 
 def add_normed(residual: mx.array, norm: nn.Module, x: mx.array, *, scale: mx.array | float | None = None) -> mx.array:

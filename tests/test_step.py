@@ -24,6 +24,7 @@ GPT_OSS = ("gpt-oss", "gpt-oss-plain")
 GEMMA4 = ("gemma4-moe", "gemma4-dense", "gemma4-small", "gemma4-untied")
 MUSE = ("muse-glimmer", "muse-glimmer-tied")
 SPARK = ("spark", "spark-biases", "spark-one-key", "spark-full")
+QWEN4 = ("qwen4", "qwen4-ten", "qwen4-plain")
 MXFP4 = "gpt-oss-mxfp4"
 """As gpt-oss is published: its experts in MXFP4."""
 TOKENS = [int(t) for t in np.random.default_rng(3).integers(0, 320, 60)]
@@ -43,6 +44,7 @@ class Installs(dict):
             "muse": MUSE,
             "spark": SPARK,
             "qwen": QWEN,
+            "qwen4": QWEN4,
         }
         self._family = {variant: family for family, variants in families.items() for variant in variants}
 
@@ -94,7 +96,7 @@ def test_a_recorded_step_gives_the_same_bits(install, variant, prompt):
 
 
 @needs_compiler
-@pytest.mark.parametrize("variant", [*LLAMA[3:], *GEMMA4, *MUSE, *SPARK, *QWEN, *DEEPSEEK2, *GPT_OSS, MXFP4])
+@pytest.mark.parametrize("variant", [*LLAMA[3:], *GEMMA4, *MUSE, *SPARK, *QWEN, *QWEN4, *DEEPSEEK2, *GPT_OSS, MXFP4])
 def test_every_operation_of_a_step_is_a_kernel(install, variant):
     """Routers, experts in memory, latents, sinks, gates on attention, biases, scaled or normalised embeddings, inputs
     for each layer, over a window's edge."""

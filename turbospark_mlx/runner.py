@@ -152,7 +152,7 @@ class Runner:
             self._chunk = min(self._chunk, self.experts.most_rows)
         chosen_on_host = self.experts is not None and self.experts.on_host
         self._step = DecodeStep(model, fixed=not chosen_on_host, arrays=self.experts.arrays if self.experts else ())
-        self._looks_ahead = model.backend.device == "gpu" and not chosen_on_host
+        self._looks_ahead = model.backend.device == "gpu" and not chosen_on_host and not model.looks_up
         self._ahead: _Begun | None = None
         self._last: _Begun | None = None
 
@@ -215,7 +215,7 @@ class Runner:
 
         def run(length: int) -> list[Any]:
             caches = self.model.make_cache(self.max_context)
-            mx.eval(self.model(mx.zeros((1, length), mx.int32), cache=caches), self.model.warm_up())
+            mx.eval(self.model(mx.zeros((1, length), mx.int32), cache=caches))
             return caches
 
         lengths = [length for length in WARM_UP_ROWS if length <= self.max_context]

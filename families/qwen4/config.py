@@ -144,7 +144,7 @@ class Qwen4Config(HybridSizes):
         recurrent = sum(map(self.recurs, range(self.num_hidden_layers)))
         total = recurrent * self.state_bytes(itemsize) + (self.num_hidden_layers - recurrent) * rows * itemsize
         if self.ple_layer is not None:
-            total += STATES_KEPT * (self.ngram_tail * self.wide * itemsize + (self.ngram_size - 1) * 4)
+            total += STATES_KEPT * self.ngram_tail * self.wide * itemsize + 4 * context
         return total
 
     def to_manifest(self) -> tuple[dict[str, Any], dict[str, Any]]:
