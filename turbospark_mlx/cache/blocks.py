@@ -21,7 +21,7 @@ class BlockKeys:
         """``max_length`` bounds the capacity in tokens; None lets it grow."""
         self._block = block
         self._tokens = LatentKV(max_length)
-        self._blocks = LatentKV(None if max_length is None else -(-max_length // block))
+        self._blocks = LatentKV(None if max_length is None else max(1, max_length // block))
 
     def append(self, keys: mx.array, pool: Callable[[mx.array, int], mx.array]) -> mx.array:
         """Append ``keys [B, L, D]``; returns those of all whole blocks ``[B, blocks, D]``.
