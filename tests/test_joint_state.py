@@ -104,6 +104,14 @@ def test_a_context_shorter_than_a_block_has_room_for_one():
     assert (cache.offset, cache.nbytes) == (1, (2 + 1) * WIDTH * 4)
 
 
+def test_room_for_blocks_grows_with_those_that_kernels_write():
+    cache, count = BlockKeys(BLOCK), 256 * BLOCK + BLOCK
+    for token in range(count):
+        blocks = place(cache, np.full(WIDTH, token))
+    assert blocks.shape == (257, WIDTH)
+    np.testing.assert_array_equal(blocks[-1], sum(range(count - BLOCK, count)) + 256 * 1000)
+
+
 def test_a_mark_of_a_past_that_was_left():
     cache = BlockKeys(BLOCK)
     append(cache, whole(7))
