@@ -328,17 +328,15 @@ def project(
     norm: nn.Module | None = None,
     row_gate: mx.array | None = None,
     residual: mx.array | None = None,
-    scale: float = 1.0,
 ):
-    """``scale * linear(norm(x)) * sigmoid(row_gate) + residual``, as one operation where this package's modules allow
-    it."""
+    """``linear(norm(x)) * sigmoid(row_gate) + residual``, as one operation where this package's modules allow it."""
     if norm is not None and not (isinstance(linear, AffineLinear) and isinstance(norm, RMSNorm)):
         x, norm = norm(x), None
     if isinstance(linear, AffineLinear):
-        return linear(x, norm=norm, row_gate=row_gate, residual=residual, scale=scale)
-    if isinstance(linear, Linear) and row_gate is None and scale == 1.0:
+        return linear(x, norm=norm, row_gate=row_gate, residual=residual)
+    if isinstance(linear, Linear) and row_gate is None:
         return linear(x, residual=residual)
-    y = linear(x) if scale == 1.0 else linear(x) * scale
+    y = linear(x)
     y = y if row_gate is None else y * mx.sigmoid(row_gate).astype(y.dtype)
     return y if residual is None else residual + y
 
@@ -485,7 +483,7 @@ class Builder:
 
     @property
     def gated_product(self) -> Callable[..., mx.array]:
-        """``gated_product(gate, up, activation=)``; see ``custom_kernels.gated_product``."""
+        """``gated_product(gate, up, activation=, scale=)``; see ``custom_kernels.gated_product``."""
         return partial(gated_product, backend=self.backend) if self.fused else gated_product_reference
 
     @property

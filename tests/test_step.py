@@ -13,6 +13,7 @@ from turbospark_mlx.convert import convert
 from turbospark_mlx.custom_kernels import backends, rms_norm
 from turbospark_mlx.custom_kernels.backends import compiler
 from turbospark_mlx.custom_kernels.backends.replay import NotRecordable, Recording
+from turbospark_mlx.families.layers import Linear
 from turbospark_mlx.generation.loop import Request, generate_tokens
 from turbospark_mlx.runner import Runner
 from turbospark_mlx.testing import make_tiny_install
@@ -183,6 +184,25 @@ def test_a_recorded_step_looks_up_ngrams_and_chooses_blocks(install, variant):
         runner.reset()
         rows = [np.array(runner.prefill(ids[:2])), *(np.array(runner.decode(t)) for t in ids[2:60])]
         assert_close(rows, dense[1:], f"{variant}, dense")
+        assert runner.report().decode_step == "one list of kernels"
+
+
+@needs_compiler
+def test_small_matrices_that_are_not_packed_are_kernels_too(install):
+    """As copies for MLX may have those around residual streams, and the indexer's."""
+    with Runner.open(install["qwen4"], kernels="host") as runner:
+        layer = runner.model.layers[2]
+        names = ("input_mix_weight_down", "input_mix_weight_up", "block_inject_weight")
+        owners = [(getattr(layer, f"{part}_hyper_connection"), name) for part in ("attn", "mlp") for name in names]
+        for owner, name in [*owners, (layer.self_attn.indexer, "index_qk_proj")]:
+            packed = owner[name]
+            parts = packed["weight"], packed["scales"], packed["biases"]
+            weight = mx.dequantize(*parts, group_size=packed.group_size, bits=packed.bits)
+            options = {"stored": "bfloat16", "bias": None, "backend": runner.model.backend}
+            owner[name] = Linear(weight.shape[1], weight.shape[0], **options)
+            owner[name].weight = weight.astype(mx.bfloat16)
+        mx.eval(runner.model.parameters())
+        follow(runner, TOKENS[:24], PROMPT[:5])
         assert runner.report().decode_step == "one list of kernels"
 
 

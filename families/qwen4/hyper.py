@@ -9,7 +9,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from turbospark_mlx.custom_kernels import rms_norm, stream_inject, stream_mix
-from turbospark_mlx.families.layers import Builder, Module, project
+from turbospark_mlx.families.layers import Builder, Module
 from turbospark_mlx.families.qwen4.config import Qwen4Config
 
 
@@ -44,9 +44,10 @@ class HyperConnection(Module):
     def mix(self, x: mx.array) -> tuple[mx.array, mx.array]:
         """``x [B, L, C * H]`` -> what is read ``[B, L, H]``, and the streams as they were normalised for it."""
         normed = self.hc_norm(x)
-        low = project(self.input_mix_weight_down, normed, scale=1.0 / self._streams)
+        low = self.input_mix_weight_down(normed)
         # SiLU is a value times its own sigmoid.
-        gate = self.input_mix_weight_up(self._gated_product(low, low, activation="sigmoid"))
+        low = self._gated_product(low, low, activation="sigmoid", scale=1 / self._streams)
+        gate = self.input_mix_weight_up(low)
         return stream_mix(gate, normed, streams=self._streams, backend=self._backend), normed
 
     def inject(self, x: mx.array, y: mx.array, normed: mx.array) -> mx.array:

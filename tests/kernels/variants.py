@@ -98,8 +98,8 @@ def attend(backend, heads, kv_heads, length, keys, head_dim, value_dim, dtype, k
     return call, arrays
 
 
-def elementwise(backend, shape, activation, dtype, *, share=1):
-    options = {"activation": activation} | ({"limit": 0.5} if activation == "clamped_swiglu" else {})
+def elementwise(backend, shape, activation, dtype, *, share=1, **more):
+    options = {"activation": activation} | more | ({"limit": 0.5} if activation == "clamped_swiglu" else {})
     wide = (*shape[:-1], shape[-1] * share)
     arrays = [normal(*shape, dtype=dtype), normal(*wide, dtype=mx.float32)]
     return partial(ck.gated_product, **options, backend=backend), arrays
@@ -510,6 +510,7 @@ def variants(backend: Backend) -> Iterator[Call]:
         for activation in gemv.ACTIVATIONS:
             yield elementwise(backend, (1, 3, 257), activation, dtype)
         yield elementwise(backend, (1, 3, 16), "sigmoid", dtype, share=256)
+        yield elementwise(backend, (1, 1, 320), "sigmoid", dtype, scale=0.25)
     for rows in (1, 8):
         yield router(backend, rows, None, 128, 8, mx.float32, mx.bfloat16, normalize=True, arounds=True, scale=2.5)
         yield router(backend, rows, 64, 8, 2, mx.float32, mx.bfloat16, normalize=True)
