@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import mlx.core as mx
@@ -24,6 +24,7 @@ from turbospark_mlx.families.routed import parameter
 from turbospark_mlx.gturbo import Install, TensorEntry, experts_layout, row_table
 from turbospark_mlx.gturbo.experts_layout import ExpertTensor
 from turbospark_mlx.protocols import ExpertFactory, ExpertSpec, Family, ModelConfig, Mxfp4Format
+from turbospark_mlx.readers import start_readers
 from turbospark_mlx.table import DiskTable
 
 Progress = Callable[[int, int], None]
@@ -208,7 +209,7 @@ def _read(
     arrays = tree_flatten(model.parameters())
     total, done = sum(array.nbytes for _, array in arrays), 0
     reads: deque[Future[int]] = deque()
-    pool = ThreadPoolExecutor(READERS)
+    pool = start_readers(READERS)
     try:
         for name, array in arrays:
             mx.eval(array)

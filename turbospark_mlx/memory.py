@@ -5,9 +5,15 @@ from __future__ import annotations
 import ctypes
 import re
 import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import mlx.core as mx
+
+_M_MMAP_THRESHOLD = -3
+"""From glibc's malloc.h."""
+_LARGE = 1 << 20
 
 
 def available_bytes(device: str) -> int:
@@ -43,3 +49,20 @@ def give_back() -> None:
     mx.clear_cache()
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
+
+
+@contextmanager
+def uncached() -> Iterator[None]:
+    """Inside, MLX keeps nothing for arrays to come."""
+    before = mx.set_cache_limit(0)
+    try:
+        yield
+    finally:
+        mx.set_cache_limit(before)
+
+
+def map_large_blocks() -> None:
+    """From now on, have glibc map each large block by itself, so that it goes back to the system when it is freed. By
+    default it learns from the first that is freed to cut those to come from its heap, which they leave in pieces."""
+    if option := getattr(ctypes.CDLL(None), "mallopt", None):
+        option(_M_MMAP_THRESHOLD, _LARGE)

@@ -2,7 +2,7 @@
 
 It knows token ids and logits; text, sampling and stopping are others' business. What cannot work is refused before
 anything is computed, and nothing leaves the caches of different layers at different positions: an error on the way puts
-them back to where the call began or, where the evaluation itself failed, empties them.
+them back to the last pass that was completed, or empties them where that cannot be had again.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from turbospark_mlx.errors import BackendError, ContextError, OptionError, Turbo
 from turbospark_mlx.experts import ExpertCounters, ExpertStore, Resolved, least_bytes, open_experts
 from turbospark_mlx.gturbo import Install
 from turbospark_mlx.gturbo.files import spell_bytes
-from turbospark_mlx.memory import available_bytes, give_back
+from turbospark_mlx.memory import available_bytes, give_back, map_large_blocks, uncached
 from turbospark_mlx.step import DecodeStep
 from turbospark_mlx.tokenizer import Tokenizer
 
 LONG_CHUNK = 128
-"""Tokens of a chunk that takes far longer than giving memory back does."""
+"""Tokens of a chunk that takes far longer than asking the system for its memory anew does."""
 PREFILL_CHUNK = {"cpu": 512, "gpu": 2048}
 """Prompt tokens run at once, by device."""
 WARM_UP_ROWS = (9, 4, 1)
@@ -193,6 +193,8 @@ class Runner:
             if fused and install.experts:
                 room -= config.kv_bytes(limit.tokens, activations.size)
                 store = stack.enter_context(open_experts(install, backend=backend, room=room, **asked))
+                if store.reads_files and backend.device == "cpu":
+                    map_large_blocks()
             model = loader.load_model(
                 install,
                 backend=backend,
@@ -267,29 +269,23 @@ class Runner:
         chunk; once it says yes, the chunks that were run stay and None is returned. Raises ContextError, before
         anything is computed, for no ids, ids that the model does not have, and more than the context has room for, and
         OptionError for what are no ids.
-        After any other error the position is what it was before the call, or 0 where the evaluation itself failed.
+        After any other error, too, the chunks that were run stay. Where the evaluation itself failed, or the chunk that
+        failed has overwritten what a sliding window would need again, nothing stays: to hold that as well would take
+        the memory of those caches twice. ``reuse`` says what is left to run.
         """
         self._check_usable()
         self._forget_ahead()
         ids = self._admit(ids)
-        start, marks = self.position, mark_all(self._cache)
         logits = None
-        try:
-            for first in range(0, len(ids), self._chunk):
-                if cancelled is not None and cancelled():
-                    return None
-                chunk = ids[first : first + self._chunk]
-                done = first + len(chunk)
+        for first in range(0, len(ids), self._chunk):
+            if cancelled is not None and cancelled():
+                return None
+            chunk = ids[first : first + self._chunk]
+            done = first + len(chunk)
+            with uncached() if len(chunk) >= LONG_CHUNK and self.model.backend.device == "cpu" else nullcontext():
                 logits = self._forward(chunk, head=done == len(ids))
-                if done < len(ids) and len(chunk) >= LONG_CHUNK and self.model.backend.device == "cpu":
-                    give_back()  # the next chunk's attention has other sizes
-                if progress is not None:
-                    progress(done, len(ids))
-        except BaseException:
-            if self.position > start:
-                rollback_all(self._cache, marks)
-                del self._ids[start:]
-            raise
+            if progress is not None:
+                progress(done, len(ids))
         return logits
 
     def decode(self, token_id: int, *, ahead: bool = False) -> mx.array:
@@ -438,7 +434,6 @@ class Runner:
 
     def _forward(self, ids: list[int], *, head: bool, ahead: bool = False) -> mx.array | None:
         """Run ``ids`` as one pass. Only its last row goes through the head, and only where ``head``."""
-        start, marks = self.position, mark_all(self._cache) if len(ids) > 1 else None
         try:
             if head and len(ids) == 1:
                 logits = self._decode_step(ids[0], ahead)
@@ -449,7 +444,10 @@ class Runner:
             self._ahead = None
             if self.experts is not None:
                 self.experts.settle()
-            self._undo(start, marks)
+            if reusable_prefix(self._cache, self.position) == self.position:
+                trim_all(self._cache, self.position)
+            else:
+                self._empty()
             raise
         try:
             mx.eval(logits, [] if self._ahead else [layer.arrays for layer in self._cache])
@@ -492,13 +490,6 @@ class Runner:
         if self._ahead is not None:
             self._ahead = None
             trim_all(self._cache, self.position)
-
-    def _undo(self, start: int, marks: list[Any] | None) -> None:
-        """Bring all layers back to ``start``. One token can always be trimmed; a mark would make a ring copy itself."""
-        if marks is not None:
-            rollback_all(self._cache, marks)
-        else:
-            trim_all(self._cache, start)
 
     def _empty(self) -> None:
         self._ids, self._ahead, self._last = [], None, None

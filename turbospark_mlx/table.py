@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 from turbospark_mlx.convert.affine import dequantize_affine
 from turbospark_mlx.convert.floats import STORAGE, to_float32
 from turbospark_mlx.gturbo import Install
+from turbospark_mlx.readers import start_readers
 
 READERS = 8
 """Threads that read rows: each waits for the disk."""
@@ -23,7 +23,7 @@ class DiskTable:
         self._layout, self._file = install.table, install.open_table()
         self.shape = self._layout.shape
         self.rows_read = 0
-        self._pool = ThreadPoolExecutor(READERS, thread_name_prefix="table")
+        self._pool = start_readers(READERS)
 
     def rows(self, ids: np.ndarray) -> np.ndarray:
         """Rows ``ids`` as float32 ``[*ids.shape, columns]``; each is read once. Raises IndexError, before anything is

@@ -22,6 +22,12 @@ def view(a: mx.array) -> np.ndarray:
     return np.array(a if a.dtype == mx.float32 else a.astype(mx.float32), copy=False)
 
 
+def empty(shape: tuple[int, ...]) -> tuple[mx.array, np.ndarray]:
+    """A float32 array to be filled, and a view of it to be written. MLX makes an array of numpy's memory by copying."""
+    array = mx.zeros(shape)
+    return array, np.array(array, copy=False)
+
+
 def _tiles(rows: int, row_bytes: int):
     step = max(1, SCRATCH_BYTES // max(1, row_bytes))
     return ((start, min(start + step, rows)) for start in range(0, rows, step))
@@ -34,12 +40,12 @@ def _product(x: mx.array, rows: int, width: int, tile, bias: mx.array | None) ->
             tile(start, stop)
         return mx.zeros((*x.shape[:-1], rows), x.dtype)
     flat = view(x).reshape(-1, width)
-    out = np.empty((flat.shape[0], rows), dtype=np.float32)
+    y, out = empty((flat.shape[0], rows))
     for start, stop in _tiles(rows, width * 4):
         np.matmul(flat, tile(start, stop).T, out=out[:, start:stop])
     if bias is not None:
         out += view(bias)
-    return mx.array(out).reshape(*x.shape[:-1], rows).astype(x.dtype)
+    return y.reshape(*x.shape[:-1], rows).astype(x.dtype)
 
 
 def affine_matmul(x, weight, scales, biases, *, bits: int, group_size: int, bias, compiled: bool) -> mx.array:
@@ -77,7 +83,7 @@ def attention(q, k, v, *, scale: float, mask, window: int | None, sinks) -> mx.a
     sink_logits = None if sinks is None else view(sinks).reshape(kv_heads, group, 1, 1)
     causal = isinstance(mask, str)
     array = None if mask is None or causal else _mask_view(mask, (batch, heads, length, keys))
-    out = np.empty((batch, kv_heads, group, length, value_dim), dtype=np.float32)
+    y, out = empty((batch, kv_heads, group, length, value_dim))
     step = max(1, min(QUERY_TILE, SCRATCH_BYTES // max(1, group * keys * 4)))
     for first in range(0, length, step):
         last = min(first + step, length)
@@ -107,7 +113,7 @@ def attention(q, k, v, *, scale: float, mask, window: int | None, sinks) -> mx.a
                 total = _exponentials(scores, None if sink_logits is None else sink_logits[h])
                 product = scores.reshape(-1, high - low) @ value_rows[b, h, low:high]
                 out[b, h, :, first:last] = product.reshape(group, last - first, value_dim) / total
-    return mx.array(out.reshape(batch, heads, length, value_dim)).astype(q.dtype)
+    return y.reshape(batch, heads, length, value_dim).astype(q.dtype)
 
 
 def _mask_view(mask: mx.array, shape: tuple[int, ...]) -> np.ndarray:

@@ -56,6 +56,8 @@ class Attention(Module):
         self.window, self.head_dim, self.rope = config.sliding_window if config.slides(number) else None, size, rope
         self._eps, self._backend, self._attention = config.rms_norm_eps, build.backend, build.attention
         self._heads, self._kv_heads, self._k_is_v = heads, 0, False
+        self._number, self._source = number, config.kv_source(number)
+        self._is_read = any(config.kv_source(n) == number for n in range(number + 1, config.num_hidden_layers))
         rows = {"q_proj": heads * size}
         if number < config.first_shared_layer:
             self._kv_heads, self._k_is_v = kv_heads, config.k_is_v(number)
@@ -76,21 +78,23 @@ class Attention(Module):
         x: mx.array,
         positions: Positions,
         cache: LinearKV | RingKV | None,
-        shared: Visible | None,
+        visible: dict[int, Visible],
         *,
         norm: nn.Module,
-    ) -> tuple[mx.array, Visible]:
-        """``x [B, L, hidden]`` -> the same shape, and what was visible. ``shared`` is what the layer saw that this one
-        reads, if it has no keys and values of its own. ``norm`` is applied to ``x`` before."""
+    ) -> mx.array:
+        """``x [B, L, hidden]`` -> the same shape. ``visible`` is what earlier layers saw that later ones read too, by
+        their numbers; a layer that is read adds itself. ``norm`` is applied to ``x`` before."""
         parts = [self[name] for name in self._names]
         joint, norms = self._qkv.joint(*parts), [self.q_norm, self.get("k_norm")]
         if joint is not None and all(own is None or isinstance(own, RMSNorm) for own in norms):
             q, own = self._fused(project(joint, x, norm=norm), positions, cache)
         else:
             q, own = self._separate(self._qkv(norm(x), *parts), positions, cache)
-        visible = shared if own is None else own
-        y = self._attend(q, visible, positions)
-        return self.o_proj(y), visible
+        if own is None:
+            own = visible[self._source]
+        elif self._is_read:
+            visible[self._number] = own
+        return self.o_proj(self._attend(q, own, positions))
 
     def _fused(
         self, qkv: mx.array, positions: Positions, cache: LinearKV | RingKV | None
@@ -173,7 +177,7 @@ class DecoderLayer(Module):
     def __init__(self, config: Gemma4Config, number: int, rope: RoPE, build: Builder):
         super().__init__()
         path, hidden = f"model.layers.{number}", config.hidden_size
-        self.kv_source, self._backend = config.kv_source(number), build.backend
+        self._backend = build.backend
         self.self_attn = Attention(config, number, rope, build)
         wide = config.feed_forward_size(number)
         self.mlp = FeedForward(f"{path}.mlp", hidden, wide, build, activation="gelu_tanh")
@@ -200,21 +204,21 @@ class DecoderLayer(Module):
         cache: LinearKV | RingKV | None = None,
         positions: Positions | None = None,
         *,
-        shared: Visible | None = None,
+        visible: dict[int, Visible] | None = None,
         layer_input: mx.array | None = None,
-    ) -> tuple[mx.array, Visible]:
+    ) -> mx.array:
         """See ``Attention``. ``positions`` are those after what ``cache`` holds, or from 0 on; ``layer_input [B, L,
         d]`` is what this layer is told about each token, in models that have it."""
         positions = positions or Positions.after(cache, x.shape[1])
-        y, shared = self.self_attn(x, positions, cache, shared, norm=self.input_layernorm)
+        y = self.self_attn(x, positions, cache, {} if visible is None else visible, norm=self.input_layernorm)
         x = add_normed(x, self.post_attention_layernorm, y)
         y = self.mixture(x) if "router" in self else self.mlp(x, norm=self.pre_feedforward_layernorm)
         if layer_input is None:
-            return add_normed(x, self.post_feedforward_layernorm, y, scale=self["layer_scalar"]), shared
+            return add_normed(x, self.post_feedforward_layernorm, y, scale=self["layer_scalar"])
         x = add_normed(x, self.post_feedforward_layernorm, y)
         gate = self.per_layer_input_gate(x)
         y = self.per_layer_projection(gated_product(gate, layer_input, activation="gelu_tanh", backend=self._backend))
-        return add_normed(x, self.post_per_layer_input_norm, y, scale=self["layer_scalar"]), shared
+        return add_normed(x, self.post_per_layer_input_norm, y, scale=self["layer_scalar"])
 
     def mixture(self, x: mx.array) -> mx.array:
         """The dense branch and the routed one, each normalised, added."""
@@ -294,16 +298,15 @@ class Model(CausalModel):
             x = input_embeddings.astype(self.dtype) * root
         inputs = self.model.layer_inputs(tokens, x)
         positions = positions or Positions.after(cache[0] if cache else None, x.shape[1])
-        visible = []
+        visible: dict[int, Visible] = {}
         for number, layer in enumerate(self.layers):
-            x, keys_values = layer(
+            x = layer(
                 x,
                 cache[number] if cache and number < len(cache) else None,
                 positions,
-                shared=visible[layer.kv_source] if layer.kv_source < number else None,
+                visible=visible,
                 layer_input=None if inputs is None else inputs[:, :, number],
             )
-            visible.append(keys_values)
         return self.model.norm(x)
 
     def make_cache(self, max_length: int | None = None) -> list[LinearKV | RingKV]:

@@ -248,7 +248,8 @@ class RingKV(_KV):
             newest = rows[..., -self.window :, :]
             turn = self.window - end % self.window
             self._buffer = mx.concatenate([newest[..., turn:, :], newest[..., :turn, :]], axis=3)
-            visible = rows, rows.shape[3]
+            # Whoever evaluates the rows evaluates the buffer: alone, it would keep them until the end of the pass.
+            visible = mx.depends(rows, self._buffer), rows.shape[3]
         self._advance(end)
         return visible
 

@@ -10,13 +10,14 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 
 import numpy as np
 
 from turbospark_mlx.errors import InstallError
 from turbospark_mlx.experts.checksums import Checksums
 from turbospark_mlx.gturbo import Install
+from turbospark_mlx.readers import start_readers
 
 PIECE_BYTES = 840 << 10
 THREADS = 8
@@ -93,7 +94,7 @@ class ExpertReader:
 
     def __init__(self, install: Install, *, threads: int = THREADS, read_ahead: bool = False, checksum: bool = False):
         self.install, self._read_ahead = install, read_ahead
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="turbospark-experts")
+        self._pool = start_readers(threads)
         self.submit = self._pool.submit
         self.checksums = Checksums(install, self._pool) if checksum else None
 
