@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from turbospark_mlx import Runner
+from turbospark_mlx import Runner, TurbosparkError, families
 from turbospark_mlx.store import resolve
 from turbospark_mlx.testing import make_tiny_install, variants
 
@@ -28,7 +28,8 @@ def options(description: str, prompt: str = "Why is the sky blue?") -> argparse.
 
 
 def run(family: str, args: argparse.Namespace, show: Callable[[Runner, Path], None], **opening: Any) -> None:
-    """Open the model that ``args`` name and ``show(runner, path of the install)``; ``opening`` is for Runner.open."""
+    """Open the model that ``args`` name and ``show(runner, path of the install)``; ``opening`` is for Runner.open. What
+    goes wrong is said in one line."""
     try:
         if args.variant == "list":
             print("\n".join(variants(family)))
@@ -39,9 +40,15 @@ def run(family: str, args: argparse.Namespace, show: Callable[[Runner, Path], No
                 else:
                     path = make_tiny_install(family, Path(folder) / "tiny.gturbo", variant=args.variant)
                 with Runner.open(path, **opening) as runner:
+                    if not isinstance(runner.model, families.package(family).Model):
+                        sys.exit(
+                            f"error: {path} is a {runner.model.model_type} model, and this example is about {family}."
+                        )
                     print(runner.report(), end="\n\n")
                     show(runner, path)
         sys.stdout.flush()
+    except TurbosparkError as error:
+        sys.exit(f"error: {error}")
     except BrokenPipeError:
         # The reader has seen enough (`... | head`). What is left in the buffer must not fail again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -78,7 +78,7 @@ def show_table(runner: Runner, count: int) -> None:
 
 def main() -> None:
     parser = options(__doc__)
-    parser.add_argument("--expert-slots", default="auto", help="experts of a layer that are in memory at once")
+    parser.add_argument("--expert-slots", type=int, help="experts of a layer that are in memory at once")
     args = parser.parse_args()
 
     def show(runner: Runner, _) -> None:
@@ -88,8 +88,7 @@ def main() -> None:
         compare(runner, ids)
         show_table(runner, len(ids))
 
-    slots = args.expert_slots if args.expert_slots == "auto" else int(args.expert_slots)
-    run("qwen4", args, show, expert_slots=slots)
+    run("qwen4", args, show, expert_slots="auto" if args.expert_slots is None else args.expert_slots)
 
 
 if __name__ == "__main__":

@@ -61,8 +61,8 @@ class Fields:
     error: type[TurbosparkError]
 
     def refuse(self, key: str, why: str) -> TurbosparkError:
-        """The error to raise about ``key``: it shows the value that was found."""
-        return self.error(f"{self.where}: {key} is {self.values.get(key)!r}; {why}")
+        """The error to raise about ``key``: it shows the value that was found, as far as anyone would read it."""
+        return self.error(f"{self.where}: {key} is {self.values.get(key)!r:.200}; {why}")
 
     def has(self, key: str) -> bool:
         return self.values.get(key) is not None

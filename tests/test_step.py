@@ -16,6 +16,7 @@ from turbospark_mlx.custom_kernels.backends.replay import NotRecordable, Recordi
 from turbospark_mlx.families.layers import Linear
 from turbospark_mlx.generation.loop import Request, generate_tokens
 from turbospark_mlx.runner import Runner
+from turbospark_mlx.step import DecodeStep
 from turbospark_mlx.testing import make_tiny_install
 
 needs_compiler = pytest.mark.skipif(not compiler.candidates(), reason="no C++ compiler on this machine")
@@ -262,6 +263,17 @@ def test_a_model_that_does_more_than_kernels_runs_one_operation_after_the_other(
         for token in TOKENS[3:8]:
             assert_exact(runner.decode(token), plain(runner.model, caches, token))
         assert "because input x of dequant_gemv_simd comes from an operation" in runner.report().decode_step
+
+
+@needs_compiler
+def test_a_state_that_no_kernel_writes_is_known_from_the_first(install):
+    class Never:
+        def places(self, length):
+            return False
+
+    with Runner.open(install["llama"], kernels="host") as runner:
+        how = DecodeStep(runner.model, [*runner.model.make_cache(), Never()]).how
+        assert how == "one operation after the other, because a state is not written in place"
 
 
 @needs_compiler

@@ -147,9 +147,19 @@ def test_a_missing_model_says_how_to_get_it(home):
         store.resolve_installed("smolm2-135m")
 
 
-def test_a_directory_without_a_slash_is_hinted_at(checkpoint):
-    with pytest.raises(StoreError, match=r"For the local tiny, write ./tiny"):
+def test_a_directory_without_a_dot_is_hinted_at(checkpoint, home, monkeypatch):
+    with pytest.raises(StoreError, match=r"For the local tiny, write \./tiny\."):
         store.resolve("tiny")
+    (Path("models") / "tiny").mkdir(parents=True)
+
+    def fetch(*_):
+        raise StoreError("models/tiny: there is no such repository.")
+
+    monkeypatch.setattr("turbospark_mlx.convert.download.fetch_repository", fetch)
+    with pytest.raises(StoreError, match=r"no such repository\. For the local models/tiny, write \./models/tiny\."):
+        store.resolve("models/tiny")
+    with pytest.raises(StoreError, match=r"models/tiny is not installed.* write \./models/tiny\."):
+        store.resolve_installed("models/tiny")
 
 
 # Pulling

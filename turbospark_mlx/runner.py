@@ -34,8 +34,6 @@ from turbospark_mlx.memory import available_bytes, give_back, map_large_blocks, 
 from turbospark_mlx.step import DecodeStep
 from turbospark_mlx.tokenizer import Tokenizer
 
-LONG_CHUNK = 128
-"""Tokens of a chunk that takes far longer than asking the system for its memory anew does."""
 PREFILL_CHUNK = {"cpu": 512, "gpu": 2048}
 """Prompt tokens run at once, by device."""
 WARM_UP_ROWS = (9, 4, 1)
@@ -150,8 +148,13 @@ class Runner:
         """Where the routed experts live, with what was read of them; None where they are parameters."""
         if self.experts and prefill_chunk is None:
             self._chunk = min(self._chunk, self.experts.most_rows)
+        # Who has experts read from disk wants little memory, and waits longer for them than for memory.
+        self._streams_on_cpu = model.backend.device == "cpu" and self.experts is not None and self.experts.reads_files
+        if self._streams_on_cpu:
+            map_large_blocks()
         chosen_on_host = self.experts is not None and self.experts.on_host
-        self._step = DecodeStep(model, fixed=not chosen_on_host, arrays=self.experts.arrays if self.experts else ())
+        arrays = self.experts.arrays if self.experts else ()
+        self._step = DecodeStep(model, self._cache, fixed=not chosen_on_host, arrays=arrays)
         self._looks_ahead = model.backend.device == "gpu" and not chosen_on_host and not model.looks_up
         self._ahead: _Begun | None = None
         self._last: _Begun | None = None
@@ -193,8 +196,6 @@ class Runner:
             if fused and install.experts:
                 room -= config.kv_bytes(limit.tokens, activations.size)
                 store = stack.enter_context(open_experts(install, backend=backend, room=room, **asked))
-                if store.reads_files and backend.device == "cpu":
-                    map_large_blocks()
             model = loader.load_model(
                 install,
                 backend=backend,
@@ -282,7 +283,7 @@ class Runner:
                 return None
             chunk = ids[first : first + self._chunk]
             done = first + len(chunk)
-            with uncached() if len(chunk) >= LONG_CHUNK and self.model.backend.device == "cpu" else nullcontext():
+            with uncached() if self._streams_on_cpu else nullcontext():
                 logits = self._forward(chunk, head=done == len(ids))
             if progress is not None:
                 progress(done, len(ids))

@@ -106,9 +106,16 @@ class _Contents:
 class DecodeStep:
     """Runs one token at a time through ``model``; ``how`` says in a few words in which way."""
 
-    def __init__(self, model: nn.Module, *, fixed: bool = True, arrays: Sequence[mx.array] = ()):
-        """``fixed`` says that the operations of a step do not depend on what it computes. ``arrays`` are what they read
-        beside the model's parameters."""
+    def __init__(
+        self,
+        model: nn.Module,
+        cache: Sequence[LayerCache],
+        *,
+        fixed: bool = True,
+        arrays: Sequence[mx.array] = (),
+    ):
+        """``cache`` is like those of the steps to come. ``fixed`` says that the operations of a step do not depend on
+        what it computes. ``arrays`` are what they read beside the model's parameters."""
         self._model, self._arrays = model, arrays
         backend: Backend = model.backend
         self._ropes: list[RoPE] | None = None
@@ -116,6 +123,8 @@ class DecodeStep:
         self.how = "one operation after the other"
         if not fixed:
             self.how += ", because experts are chosen on the way"
+        elif backend.launch is not None and not all(layer.places(1) for layer in cache):
+            self.how += ", because a state is not written in place"
         elif backend.launch is not None:
             self._run, self.how = (
                 (self._run_compiled, "one compiled graph")
@@ -133,9 +142,6 @@ class DecodeStep:
         """
         offset = cache[0].offset
         found = self._model.look_up(token, cache)
-        if self._run is not None and not all(layer.places(1) for layer in cache):
-            self._run = None
-            self.how = "one operation after the other, because a state is not written in place"
         if self._run is not None and all(layer.arrays for layer in cache):
             buffers = [layer.place(1) for layer in cache]
             try:

@@ -103,7 +103,7 @@ def resolve_installed(name: Name, *, revision: str | None = None) -> Path:
     name = os.fspath(name)
     _known(name, revision)
     option = f" --revision {revision}" if revision else ""
-    raise StoreError(f"{name} is not installed. Get it with: turbospark-mlx pull {name}{option}")
+    raise StoreError(f"{name} is not installed.{_hint(name)} Get it with: turbospark-mlx pull {name}{option}")
 
 
 def installed() -> list[InstalledModel]:
@@ -163,7 +163,10 @@ def pull(
             what = "is in the store already" if same else f"in the store comes from {record.source}"
             raise StoreError(f"{alias} {what}. Replace it with --overwrite, or choose another name with --as.")
         downloads = home() / "downloads" / alias
-        checkpoint, fetched = _fetch(entry, downloads, progress)
+        try:
+            checkpoint, fetched = _fetch(entry, downloads, progress)
+        except StoreError as error:
+            raise StoreError(f"{error}{_hint(name)}") from error.__cause__
         from turbospark_mlx.convert import convert
 
         convert(checkpoint, path, model_id=_model_id(entry), overwrite=overwrite, progress=progress, **options)
@@ -271,11 +274,16 @@ def _known(name: str, revision: str | None) -> CatalogEntry:
     repository, _, file = name.partition(":")
     if catalog.REPOSITORY.fullmatch(repository) and (not file or file.endswith(".gguf")):
         return CatalogEntry(_alias_of(name, revision), HubSource(repository, revision, file or None))
-    here = f" For the local {name}, write ./{name}." if os.path.exists(path) else ""
     raise StoreError(
         f"{name!r} is neither a directory with an install, nor a model of the store or the catalog, nor a hub "
-        f"repository owner/name.{here} {_suggestion(name, [*_aliases(), *entries])}"
+        f"repository owner/name.{_hint(name)} {_suggestion(name, [*_aliases(), *entries])}"
     )
+
+
+def _hint(name: str) -> str:
+    """What to write for the file or directory of a name that was not taken for one; nothing where there is none."""
+    local = not _is_path(name) and os.path.exists(Path(name).expanduser())
+    return f" For the local {name}, write ./{name}." if local else ""
 
 
 def _suggestion(name: str, choices: list[str]) -> str:

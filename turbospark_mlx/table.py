@@ -27,7 +27,8 @@ class DiskTable:
 
     def rows(self, ids: np.ndarray) -> np.ndarray:
         """Rows ``ids`` as float32 ``[*ids.shape, columns]``; each is read once. Raises IndexError, before anything is
-        read, for an id that is none of the table's, and InstallError when the disk fails."""
+        read, for an id that is none of the table's, and InstallError when the disk fails, or when the file was written
+        to since it was opened."""
         unique, where = np.unique(ids, return_inverse=True)
         if unique.size and not (unique[0] >= 0 and unique[-1] < self.shape[0]):
             raise IndexError(f"rows {unique[0]} to {unique[-1]} are asked for; the table has {self.shape[0]}")
@@ -38,6 +39,7 @@ class DiskTable:
             list(self._pool.map(lambda at: self._read(unique[at : at + step], records[at : at + step]), pieces))
         else:
             self._read(unique, records)
+        self._file.check_unchanged()
         self.rows_read += len(unique)
         return self._values(records)[where.reshape(-1)].reshape(*ids.shape, self.shape[1])
 

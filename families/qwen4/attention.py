@@ -101,9 +101,11 @@ class SparseAttention(GatedAttention):
 
     sparse = True
 
-    def __init__(self, config: Qwen4Config, path: str, rope: RoPE, block_rope: BlockRoPE, build: Builder):
+    def __init__(self, config: Qwen4Config, path: str, rope: RoPE, block_rope: BlockRoPE, length: int, build: Builder):
+        """For contexts of up to ``length`` tokens; longer ones have steps of other sizes."""
         super().__init__(config, path, rope, build)
         self._block, self._top_k = config.indexer_compress_ratio, config.block_top_k
+        self._most_blocks = length // self._block
         self.indexer = Indexer(config, f"{path}.indexer", rope, block_rope, build)
 
     def attend_in_place(
@@ -115,7 +117,9 @@ class SparseAttention(GatedAttention):
         kv = own.place(1, (x.shape[0], self._kv_heads, self.head_dim), qkv.dtype)
         q = qkv_append(qkv, positions.rotation(self.rope), kv, positions.start, **sizes)
         scores = self.indexer.score_in_place(x, positions, index)[:, 0]
-        top_k = self._top_k if self.sparse else scores.shape[1]
+        room = scores.shape[1]
+        # A list has room for no more blocks than there can be, whatever the budget.
+        top_k = min(self._top_k, max(self._most_blocks, room)) if self.sparse else room
         chosen = choose_positions(scores, positions.start, block=self._block, top_k=top_k, backend=self._backend)
         return indexed_attention(q, kv, *chosen, scale=self.head_dim**-0.5, gates=qkv, backend=self._backend)
 

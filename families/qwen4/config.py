@@ -1,10 +1,10 @@
 """The configuration of Qwen4-Exp's text model (``qwen4_exp``): recurrent and sparse attention layers around widened,
 "hyper-connected" residual streams, routed experts everywhere, and a table of n-grams.
 
-Sizes are required. Fields of config.json fall in three groups: read below; in ``_HARMLESS_VALUES``, where any other
-value is refused; and all others (token ids, the tower for images, prediction of several tokens, initialisation,
-quantization), which leave the forward pass of text alone. Text has the same position on all axes of mRoPE, so that its
-sections are among the latter.
+Sizes are required, but for those of n-grams, which are transformers' where absent. Fields of config.json fall in three
+groups: read below; in ``_HARMLESS_VALUES``, where any other value is refused; and all others (token ids, the tower for
+images, prediction of several tokens, initialisation, quantization), which leave the forward pass of text alone. Text
+has the same position on all axes of mRoPE, so that its sections are among the latter.
 """
 
 from __future__ import annotations
@@ -263,8 +263,8 @@ def config_from_hf(config: Mapping[str, Any]) -> Qwen4Config:
 
 
 def _ngrams_from_hf(fields: Fields, layers: int) -> dict[str, Any]:
-    ids = sorted(set(fields.items("ple_layer_ids", ())))
-    if any(isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= layers for n in ids) or len(ids) > 1:
+    ids = fields.items("ple_layer_ids", ())
+    if any(isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= layers for n in ids) or len(set(ids)) > 1:
         raise fields.refuse(
             "ple_layer_ids", f"this family runs models with at most one such layer, from 1 to {layers}."
         )

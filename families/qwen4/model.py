@@ -31,7 +31,9 @@ State = RecurrentState | JointState
 
 
 class DecoderLayer(Module):
-    def __init__(self, config: Qwen4Config, number: int, rope: RoPE, block_rope: BlockRoPE, build: Builder):
+    def __init__(
+        self, config: Qwen4Config, number: int, rope: RoPE, block_rope: BlockRoPE, length: int, build: Builder
+    ):
         super().__init__()
         path = f"model.layers.{number}"
         if number == config.ple_layer:
@@ -44,7 +46,7 @@ class DecoderLayer(Module):
                 config, f"{path}.linear_attn", build, convolution=shape, gate=config.linear_gate
             )
         else:
-            self.self_attn = SparseAttention(config, f"{path}.self_attn", rope, block_rope, build)
+            self.self_attn = SparseAttention(config, f"{path}.self_attn", rope, block_rope, length, build)
         spec = experts(config)[f"{path}.mlp.switch_mlp"]
         self.mlp = SharedExpertMoe(f"{path}.mlp", number, spec, config.shared_expert_intermediate_size, build)
 
@@ -71,12 +73,12 @@ class DecoderLayer(Module):
 class Qwen4Decoder(Module):
     """Embedding, layers and what the head reads: what the checkpoint calls ``model``."""
 
-    def __init__(self, config: Qwen4Config, build: Builder):
+    def __init__(self, config: Qwen4Config, build: Builder, length: int):
         super().__init__()
         rope, block_rope = RoPE(config.frequencies()), BlockRoPE(config.frequencies(), config.indexer_compress_ratio)
         self.embed_tokens = build.embedding("model.embed_tokens", config.vocab_size, config.hidden_size)
         self.layers = [
-            DecoderLayer(config, number, rope, block_rope, build) for number in range(config.num_hidden_layers)
+            DecoderLayer(config, number, rope, block_rope, length, build) for number in range(config.num_hidden_layers)
         ]
         self.hyper_connection_mixer = HyperConnection(config, "model.hyper_connection_mixer", build, inject=False)
 
@@ -87,7 +89,7 @@ class Model(CausalModel):
     expected = staticmethod(expected)
 
     def decoder(self, config: Qwen4Config, build: Builder, length: int) -> Qwen4Decoder:
-        return Qwen4Decoder(config, build)
+        return Qwen4Decoder(config, build, length)
 
     def hidden(
         self,

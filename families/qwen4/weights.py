@@ -69,7 +69,9 @@ def settle(
                     f"checkpoint: {name} is {theirs!r:.200}; config.json's n-gram fields give {list(ours)!r:.200}."
                     " Take both from the same checkpoint."
                 )
-    means = [float(values(name).mean()) for name in shapes if name.endswith(TELLING)]
+    # One of another shape is refused by its name, once the configuration is settled.
+    telling = [name for name, shape in shapes.items() if name.endswith(TELLING) and shape == (config.wide,)]
+    means = [float(values(name).mean()) for name in telling]
     if not means:
         return config
     centered, found = norms_centered(means)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from turbospark_mlx import families
+from turbospark_mlx.testing import make_tiny_install
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -63,6 +64,26 @@ def test_a_reader_that_goes_away_is_no_error():
     finally:
         os.close(writer)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "words"),
+    [
+        ("spark.py", ["--variant", "none"], "error: variant='none': the spark family has spark"),
+        ("muse.py", ["--model", "./none.gturbo"], r"error: \./none\.gturbo does not exist"),
+        ("qwen4.py", ["--tokens", "600"], "error: .* do not fit max_context 512"),
+        ("qwen4.py", ["--expert-slots", "1"], "error: expert_slots=1: every token uses 3 experts"),
+    ],
+)
+def test_what_goes_wrong_is_said_in_one_line(script, arguments, words, monkeypatch, capsys):
+    with pytest.raises(SystemExit, match=words):
+        run(script, *arguments, monkeypatch=monkeypatch, capsys=capsys)
+
+
+def test_an_example_refuses_a_model_of_another_family(tmp_path, monkeypatch, capsys):
+    path = make_tiny_install("muse", tmp_path / "x.gturbo")
+    with pytest.raises(SystemExit, match="is a museGlimmer model, and this example is about spark"):
+        run("spark.py", "--model", str(path), monkeypatch=monkeypatch, capsys=capsys)
 
 
 def test_streaming_changes_no_token(monkeypatch, capsys):

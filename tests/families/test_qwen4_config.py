@@ -179,6 +179,8 @@ def test_spellings_of_one_model():
         ({"indexer_budget": None}, "indexer_budget is missing"),
         ({"ple_layer_ids": [2, 3]}, r"ple_layer_ids is \[2, 3\]; .* at most one"),
         ({"ple_layer_ids": [0]}, r"ple_layer_ids is \[0\]"),
+        ({"ple_layer_ids": [[2]]}, r"ple_layer_ids is \[\[2\]\]"),
+        ({"ple_layer_ids": [2, "2"]}, r"ple_layer_ids is \[2, '2'\]"),
         ({"ple_layer_ids": [49]}, r"ple_layer_ids is \[49\]"),
         ({"ple_layer_ids": [4]}, "layer 3 is told about n-grams, but is no linear_attention layer"),
         ({"ple_embed_dim": 2561}, "2561 dimensions of an n-gram embedding cannot be shared by 16 heads"),
@@ -198,6 +200,12 @@ def test_spellings_of_one_model():
 def test_refusals(fields, words):
     with pytest.raises(ConvertError, match=words):
         config_from_hf(changed(**fields))
+
+
+def test_a_refusal_shows_no_more_than_a_line_of_a_value():
+    with pytest.raises(ConvertError, match=r"ple_layer_ids is \[49, 49,") as refusal:
+        config_from_hf(changed(ple_layer_ids=[49] * 5000))
+    assert len(str(refusal.value)) < 400
 
 
 REQUIRED = (

@@ -72,6 +72,20 @@ def test_choices_between_equals_matter():
 
 
 @pytest.mark.skipif(not compiler.candidates(), reason="no C++ compiler")
+def test_a_budget_beyond_the_context_takes_nothing(tmp_path):
+    """What a manifest says of it decides about no allocation: the keys that it speaks of would fill any memory."""
+    path = make_tiny_install("qwen4", tmp_path / "x.gturbo")
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["arch"] |= {"caIndexBudget": 2**31 - 4, "caIndexTopK": 2**29 - 1}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with Runner.open(path, kernels="host") as runner:
+        runner.prefill(PROMPT[:24])
+        assert np.isfinite(np.array(runner.decode(PROMPT[24]))).all()
+        assert np.isfinite(np.array(runner.decode(PROMPT[25]))).all()
+        assert runner.report().decode_step == "one list of kernels"
+
+
+@pytest.mark.skipif(not compiler.candidates(), reason="no C++ compiler")
 def test_no_kernel_is_compiled_in_the_middle_of_an_answer(tmp_path):
     """Opening loads those that choose blocks too, which no short pass comes to."""
     path = make_tiny_install("qwen4", tmp_path / "x.gturbo")

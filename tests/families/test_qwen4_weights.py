@@ -1,6 +1,7 @@
 """Qwen4-Exp's tensors: every layout that checkpoints have makes the same model; its table is read by the row."""
 
 import json
+import os
 import shutil
 
 import numpy as np
@@ -195,6 +196,15 @@ def test_half_of_the_norms_added_to_are_refused(tmp_path):
     refused(source, tmp_path, "33% exceed 0.5")
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_norm_without_values_is_refused_by_its_shape(tmp_path):
+    config = tiny_config("qwen4")
+    tensors = published(config)
+    name = "model.language_model.layers.0.attn_hyper_connection.hc_norm.weight"
+    tensors[name] = tensors[name][:0]
+    refused(write_checkpoint(tmp_path / "empty", config, plain(tensors)), tmp_path, name, "[0]", "[256]")
+
+
 def test_constants_of_another_hash_are_refused(tmp_path):
     config = tiny_config("qwen4")
     for name, value in (("layer_multipliers", [1, 3, 5]), ("ngram_heads_vocab_sizes", [199, 211])):
@@ -279,6 +289,41 @@ class TestTable:
         assert table.rows_read == 0
         assert table.rows(np.array([[rows - 1, 0, 0]])).shape == (1, 3, 32)
         assert table.rows_read == 2
+
+    def test_a_file_that_is_written_to_while_it_is_open_is_found(self, path, tmp_path):
+        copy = tmp_path / "copy.gturbo"
+        shutil.copytree(path, copy)
+        with Install.open(copy, verify="off") as install:
+            table = DiskTable(install)
+        before = table.rows(np.array([[0]]))
+        rows = copy / "ngram_table" / "rows.bin"
+        (tmp_path / "other").write_bytes(bytes(rows.stat().st_size))
+        os.rename(rows, copy / "kept")
+        os.rename(tmp_path / "other", rows)
+        np.testing.assert_array_equal(table.rows(np.array([[0]])), before)
+        os.utime(copy / "kept", ns=(0, 0))
+        with pytest.raises(InstallError, match=r"rows\.bin: was changed while it was open"):
+            table.rows(np.array([[0]]))
+
+    def test_the_rows_are_of_the_file_that_was_checked(self, path, tmp_path):
+        copy = tmp_path / "copy.gturbo"
+        shutil.copytree(path, copy)
+        with Install.open(copy, verify="off") as install:
+            rows = copy / "ngram_table" / "rows.bin"
+            (tmp_path / "other").write_bytes(bytes(rows.stat().st_size))
+            os.rename(tmp_path / "other", rows)
+            table = DiskTable(install)
+        assert table.rows(np.array([[0]])).any()
+
+    def test_a_size_is_said_by_who_declares_it(self, path, tmp_path):
+        copy = tmp_path / "copy.gturbo"
+        shutil.copytree(path, copy)
+        manifest = json.loads((copy / "manifest.json").read_text())
+        del manifest["files"]["ngram_table/rows.bin"]
+        (copy / "manifest.json").write_text(json.dumps(manifest))
+        os.truncate(copy / "ngram_table" / "rows.bin", 100)
+        with pytest.raises(InstallError, match=r"rows\.bin: has 100 bytes; ngram_table/header\.json declares 8800"):
+            Install.open(copy, verify="off")
 
     def test_many_rows_at_once_are_those_one_by_one(self, path):
         with Install.open(path, verify="off") as install:

@@ -86,10 +86,10 @@ def split_path(name: str, label: str) -> tuple[str, ...]:
 class OpenFile:
     """One open regular file. Reads are positioned, so threads may share it."""
 
-    def __init__(self, fd: int, label: str) -> None:
+    def __init__(self, fd: int, label: str, state: FileState | None = None) -> None:
         self.fd = fd
         self.label = label
-        self.state = FileState.of(fd)
+        self.state = state or FileState.of(fd)
         self._close = weakref.finalize(self, os.close, fd)
 
     def __enter__(self) -> OpenFile:
@@ -101,6 +101,10 @@ class OpenFile:
     def close(self) -> None:
         """Close the file; a second call does nothing."""
         self._close()
+
+    def duplicate(self) -> OpenFile:
+        """The same file as one that outlives this; it was opened when this was."""
+        return OpenFile(os.dup(self.fd), self.label, self.state)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` (bytes, writable) from ``offset``. Raises InstallError when the file ends early."""
@@ -143,13 +147,13 @@ class OpenFile:
             raise damaged(self.label, f"has {self.state.size} bytes; at most {cap} are allowed")
         return self.read(0, self.state.size)
 
-    def expect_size(self, declared: int) -> None:
-        """Raise InstallError unless the file has exactly the declared number of bytes."""
+    def expect_size(self, declared: int, by: str = "manifest.json") -> None:
+        """Raise InstallError unless the file has exactly the number of bytes that is declared ``by`` another."""
         if self.state.size == declared:
             return
         if self.state.size < 1024 and self.read(0, min(self.state.size, len(_LFS_POINTER))) == _LFS_POINTER:
             raise damaged(self.label, "is a Git LFS pointer, not the file itself", "Run `git lfs pull` there.")
-        raise damaged(self.label, f"has {self.state.size} bytes; manifest.json declares {declared}")
+        raise damaged(self.label, f"has {self.state.size} bytes; {by} declares {declared}")
 
 
 class Directory:

@@ -110,8 +110,9 @@ class Install:
         return row_table.read(header, self._root.label(row_table.HEADER), rows)
 
     def open_table(self) -> OpenFile:
-        """The table's rows as a file of the caller's own, for positioned reads from any thread."""
-        return self._root.open(row_table.ROWS)
+        """The table's rows, the very file that was checked, as one of the caller's own, for positioned reads from any
+        thread."""
+        return self._open[row_table.ROWS].duplicate()
 
     def read_table_into(self, row: int, buffer: Any) -> None:
         """Fill ``buffer``, writable, with whole records of the table from row ``row`` on."""

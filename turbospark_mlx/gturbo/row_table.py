@@ -81,7 +81,7 @@ def read(data: bytes, label: str, rows: OpenFile) -> TableLayout:
         if record != sum(parts.values()):
             root.fail("recordBytes", f"is {record}; the parts have {sum(parts.values())}")
     layout = TableLayout(shape, form, dtype, record, facts, blocks)
-    rows.expect_size(layout.nbytes)
+    rows.expect_size(layout.nbytes, by=HEADER)
     return layout
 
 
