@@ -5,6 +5,7 @@ Where the matrices of an expert begin inside its blob is the same for all expert
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -110,6 +111,13 @@ class ExpertArena:
         array = mx.zeros((slots, stride // WORD), mx.uint32)
         mx.eval(array)
         return cls(blob, list(np.array(array, copy=False).view(np.uint8)), array)
+
+    @classmethod
+    def reserve(cls, blob: ExpertBlob, slots: int, stride: int) -> ExpertArena:
+        """`allocate` for a CPU. The system gives each page when it is first written, where MLX would write it twice."""
+        memory = mmap.mmap(-1, slots * stride, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        array = np.frombuffer(memory, np.uint32).reshape(slots, stride // WORD)
+        return cls(blob, list(array.view(np.uint8)), array)
 
     def views(self, slot: int) -> list[list[np.ndarray]]:
         """The parts of the three matrices in one slot, as ``BlobMatrix.parts`` lists them."""

@@ -29,10 +29,10 @@ def bench(capsys, *args):
 
 def test_figures_add_up(path, monkeypatch):
     dropped = []
-    if hasattr(os, "posix_fadvise"):
-        advise = os.posix_fadvise
-        monkeypatch.setattr(os, "posix_fadvise", lambda *args: (dropped.append(args[3]), advise(*args)))
     with Runner.open(path, kernels="reference", expert_slots=4) as runner, Install.open(path) as install:
+        if hasattr(os, "posix_fadvise"):
+            advise = os.posix_fadvise
+            monkeypatch.setattr(os, "posix_fadvise", lambda *args: (dropped.append(args[3]), advise(*args)))
         found = measure.measure(runner, install, prompt_tokens=20, tokens=5, repeats=3)
         counters = runner.report().expert_counters
         blob = used_bytes(install.experts.layers[0])

@@ -31,6 +31,7 @@ from turbospark_mlx.experts import ExpertCounters, ExpertStore, Resolved, least_
 from turbospark_mlx.gturbo import Install
 from turbospark_mlx.gturbo.files import spell_bytes
 from turbospark_mlx.memory import available_bytes, give_back, map_large_blocks, uncached
+from turbospark_mlx.readers import read_ahead
 from turbospark_mlx.step import DecodeStep
 from turbospark_mlx.tokenizer import Tokenizer
 
@@ -186,6 +187,7 @@ class Runner:
         activations = loader.resolve_dtype(dtype, backend)
         with ExitStack() as stack:
             install = stack.enter_context(Install.open(path, verify=verify))
+            read_ahead(install.resident_file)
             _, config = loader.read_config(install)
             weights = sum(entry.nbytes for entry in install.tensors.values())
             room = max(0, available_bytes(backend.device) - weights)

@@ -59,8 +59,9 @@ class ExpertStore:
                     raise OptionError(
                         f"expert_slots={self.resolved.slots}: layer {place.layer} uses {spec.top_k} experts at once."
                     )
+                take = ExpertArena.reserve if self._backend.device == "cpu" else ExpertArena.allocate
                 made = Streamed(
-                    ExpertArena.allocate(blob, self.resolved.slots, place.stride),
+                    take(blob, self.resolved.slots, place.stride),
                     SlotTable(self.resolved.slots, spec.num_experts, self._policy),
                     position=position,
                     read_bytes=used,

@@ -242,6 +242,11 @@ class Install:
         place = self.experts.layers[layer]
         self._fill(place.file, place.offsets[expert], place.size, buffer)
 
+    @property
+    def resident_file(self) -> OpenFile:
+        """The file of the resident tensors."""
+        return self._open[resident_index.FILE]
+
     def expert_file(self, layer: int) -> OpenFile:
         """The open file that holds the experts of a layer, for positioned reads from any thread; ``layer`` counts the
         layers that have experts."""
