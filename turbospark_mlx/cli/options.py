@@ -55,7 +55,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, max_context: bool = 
     )
     group.add_argument(
         "--expert-slots",
-        type=_slots,
+        type=slot_count,
         default="auto",
         metavar="N",
         help="experts a layer that streaming keeps in memory, or auto (auto)",
@@ -148,7 +148,8 @@ def token_limit(text: str) -> int | None:
     return int(text)
 
 
-def _slots(text: str) -> int | str:
+def slot_count(text: str) -> int | str:
+    """The value of ``--expert-slots``: a number, or the word ``auto``."""
     if text != "auto" and not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is neither a number of slots nor the word auto")
     return text if text == "auto" else int(text)
