@@ -243,6 +243,16 @@ def test_aliases_that_differ_in_case_only(checkpoint):
         pull(checkpoint, alias="model")
 
 
+def test_a_pull_says_what_was_not_quantized(tmp_path, home, capsys):
+    config = {**SMALL, "hidden_size": 96}
+    write_checkpoint(tmp_path / "narrow", config, plain(weights(config)))
+    assert run(pull_command, "./narrow") == 0
+    assert "not as asked" in (err := capsys.readouterr().err)
+    assert "--group-size 32 would quantize it" in err
+    assert run(pull_command, "./narrow", "--as", "quiet", "--quiet") == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_a_failed_conversion_leaves_nothing(checkpoint, home):
     (checkpoint / "model.safetensors").write_bytes(b"")
     with pytest.raises(ConvertError, match=r"model\.safetensors"):

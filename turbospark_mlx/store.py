@@ -171,7 +171,10 @@ def pull(
             raise StoreError(f"{error}{_hint(name)}") from error.__cause__
         from turbospark_mlx.convert import convert
 
-        convert(checkpoint, path, model_id=_model_id(entry), overwrite=overwrite, progress=progress, **options)
+        report = convert(checkpoint, path, model_id=_model_id(entry), overwrite=overwrite, progress=progress, **options)
+        if progress:
+            for note in report.notes:
+                print(note, file=sys.stderr)
         _write_record(alias, str(entry.source), fetched)
         if not keep_download:
             shutil.rmtree(downloads, ignore_errors=True)

@@ -362,14 +362,22 @@ def _target(
         asked = AffineFormat(4 if form.bits <= 4 else 8, _ELDER_GROUP_SIZE, _ELDER_COMPANION_DTYPE)
     if asked is None:
         return kept, None
-    columns = source.columns
-    if columns % asked.group_size:
-        return kept, f"its input width {columns} is not a multiple of the group size {asked.group_size}"
+    if source.columns % asked.group_size:
+        return kept, _misfit(source.columns, asked.group_size, elder_compatible)
     bits = _ROUTER_BITS if role == "router" else asked.bits
     allowed = _ELDER_BITS.get(role, (4,))
     if elder_compatible and bits not in allowed:
         return replace(asked, bits=allowed[0]), f"the elder engines do not read {bits} bits there"
     return replace(asked, bits=bits), None
+
+
+def _misfit(columns: int, group_size: int, elder_compatible: bool) -> str:
+    fitting = [size for size in _CHOICES["group_size"] if columns % size == 0]
+    if elder_compatible:
+        instead = ""
+    else:
+        instead = f"; --group-size {max(fitting)} would quantize it" if fitting else ", nor of any other"
+    return f"its input width {columns} is not a multiple of the group size {group_size}{instead}"
 
 
 def _check_elder_config(source: Source) -> None:
