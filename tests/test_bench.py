@@ -74,6 +74,16 @@ def test_the_command(path, capsys):
     assert "disk" not in out
 
 
+def test_no_disk_is_measured_for_resident_experts(path, capsys, monkeypatch):
+    for name in ("_drop", "_raw_bandwidth"):
+        monkeypatch.setattr(measure, name, lambda *_, **__: pytest.fail("went to the disk"))
+    code, out, _ = bench(capsys, path, *COUNTS, "--residency", "resident", "--json")
+    document = json.loads(out)
+    assert (code, document["residency"], document["raw_bandwidth"], document["cold"]) == (0, "resident", None, False)
+    _, out, _ = bench(capsys, path, *COUNTS, "--residency", "resident")
+    assert "disk       not measured: all experts are in memory" in out.splitlines()
+
+
 def test_a_sweep_is_a_run_a_value(path, capfd):
     code = cli.main(["bench", str(path), *COUNTS, "--sweep", "expert_slots=3,8", "--json"])
     results = json.loads(capfd.readouterr().out)
