@@ -82,7 +82,8 @@ def add_conversion_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def open_runner(args: argparse.Namespace, max_context: int | None) -> Runner:
-    """A runner over the model that the arguments name; a sentence on stderr where no kernels could be had."""
+    """A runner over the model that the arguments name; a sentence on stderr where no kernels could be had, and where
+    the context is longer than the trained one."""
     from turbospark_mlx.cli.terminal import compile_notice
     from turbospark_mlx.runner import Runner
     from turbospark_mlx.store import resolve
@@ -98,8 +99,15 @@ def open_runner(args: argparse.Namespace, max_context: int | None) -> Runner:
             residency=args.residency,
             expert_slots=args.expert_slots,
         )
-    if args.kernels == "auto" and (report := runner.report()).backend == "reference":
+    report = runner.report()
+    if args.kernels == "auto" and report.backend == "reference":
         print(f"note: this runs slowly, on {report.backend_reason}", file=sys.stderr)
+    if report.max_context > report.trained_context:
+        print(
+            f"note: the model was trained for {report.trained_context} tokens; how well it does in a context of"
+            f" {report.max_context} is not known",
+            file=sys.stderr,
+        )
     return runner
 
 
