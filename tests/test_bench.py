@@ -129,7 +129,7 @@ def test_wrong_usage(path, capsys, flags, message):
 
 def test_what_does_not_fit_is_refused(path):
     with Runner.open(path, kernels="reference", max_context=30) as runner, Install.open(path) as install:
-        with pytest.raises(ContextError, match="prompt of 20 and 11 more tokens do not fit max_context 30"):
+        with pytest.raises(ContextError, match="max_context 30 has no room for a prompt of 20 and 11 more tokens"):
             measure.measure(runner, install, prompt_tokens=20, tokens=11)
         with pytest.raises(OptionError, match="repeats=0"):
             measure.measure(runner, install, prompt_tokens=20, tokens=5, repeats=0)

@@ -43,7 +43,7 @@ class TestAdmission:
             ([], "the prompt is empty"),
             ([320], "Token id 320 is not one of this model's, which go from 0 to 319"),
             ([1, -1], "Token id -1"),
-            (list(range(41)), "41 tokens after 0 do not fit max_context 40"),
+            (list(range(41)), "max_context 40 has no room for 41 tokens after 0"),
         ],
     )
     def test_what_cannot_run_is_refused_before_anything_is_computed(self, model, ids, message):
@@ -63,7 +63,7 @@ class TestAdmission:
         with Runner(model, max_context=12) as runner:
             runner.prefill(PROMPT[:11])
             runner.decode(PROMPT[11])
-            with pytest.raises(ContextError, match="1 tokens after 12 do not fit max_context 12"):
+            with pytest.raises(ContextError, match=r"max_context 12 has no room for 1 token after 12\."):
                 runner.decode(1)
             assert runner.position == 12
 

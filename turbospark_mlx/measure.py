@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from turbospark_mlx.admission import whole_number
-from turbospark_mlx.errors import ContextError, OptionError
+from turbospark_mlx.errors import ContextError, OptionError, counted
 from turbospark_mlx.experts import ExpertCounters
 from turbospark_mlx.experts.blob import used_bytes
 from turbospark_mlx.experts.reader import ExpertReader
@@ -85,7 +85,8 @@ def measure(
     prompt_tokens, tokens, repeats = (whole_number(name, value) for name, value in counts.items())
     if prompt_tokens + tokens > runner.max_context:
         raise ContextError(
-            f"A prompt of {prompt_tokens} and {tokens} more tokens do not fit max_context {runner.max_context}."
+            f"max_context {runner.max_context} has no room for a prompt of {prompt_tokens} and"
+            f" {counted(tokens, 'more token')}."
         )
     encoded = runner.tokenizer.encode(text)
     if not encoded:

@@ -26,7 +26,7 @@ from turbospark_mlx import loader
 from turbospark_mlx.admission import ContextLimit, resolve_context, whole_number
 from turbospark_mlx.cache import mark_all, reusable_prefix, rollback_all, trim_all
 from turbospark_mlx.custom_kernels import backends
-from turbospark_mlx.errors import BackendError, ContextError, OptionError, TurbosparkError
+from turbospark_mlx.errors import BackendError, ContextError, OptionError, TurbosparkError, counted
 from turbospark_mlx.experts import ExpertCounters, ExpertStore, Resolved, least_bytes, open_experts
 from turbospark_mlx.gturbo import Install
 from turbospark_mlx.gturbo.files import spell_bytes
@@ -428,7 +428,7 @@ class Runner:
             )
         if self.position + len(ids) > self.max_context:
             raise ContextError(
-                f"{len(ids)} tokens after {self.position} do not fit max_context {self.max_context}."
+                f"max_context {self.max_context} has no room for {counted(len(ids), 'token')} after {self.position}."
                 " Shorten the prompt, reset, or open with a larger max_context."
             )
         return ids
