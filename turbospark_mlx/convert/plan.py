@@ -182,8 +182,9 @@ def plan(source: Source, options: Options) -> Plan:
 
 def _reshaped(tensor: SourceTensor, shape: tuple[int, ...] | None) -> SourceTensor:
     """A tensor of three axes as the matrix that an install has, where both are the same values in the same order: a
-    stack of matrices as all their rows, or axes of which one is 1."""
-    if len(tensor.shape) != 3 or shape is None or len(shape) != 2:
+    stack of matrices as all their rows, or a convolution's axes, of which the second or third is 1. A stack of one
+    matrix is in no published checkpoint, and stays what it is."""
+    if len(tensor.shape) != 3 or tensor.shape[0] == 1 or shape is None or len(shape) != 2:
         return tensor
     if shape == (tensor.rows, tensor.columns):
         return replace(tensor, shape=shape)
