@@ -6,6 +6,7 @@ python benchmarks/decode.py --model ./x.gturbo --prompt-tokens 128 --new-tokens 
 python benchmarks/decode.py --shape llama-8b --new-tokens 128        # random INT4 weights made in memory: a GPU
 python benchmarks/decode.py --shape gpt-oss-20b --new-tokens 128     # with MXFP4 experts, all in memory; also
                    # deepseek-v2-lite, gemma4-26b-a4b, qwen3-30b-a3b and qwen3.5-35b-a3b: twice for mlx-lm
+python benchmarks/decode.py --shape qwen4-exp-64-experts   # beside its own plain modules: mlx-lm has no such model
 
 The share is what a token must read at least (weights and cache) a second, of the memory bandwidth measured in the same
 run. Host time is what a token takes beside waiting for the device.
@@ -23,8 +24,8 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 from measure import memory_bandwidth
-from peers import llama_cpp_model, llama_cpp_speeds, mlx_lm_model, mlx_lm_speeds, mlx_lm_twin
-from shapes import SHAPES, arrays, bytes_a_token, first_layers, make_model
+from peers import NOT_IN_MLX_LM, llama_cpp_model, llama_cpp_speeds, mlx_lm_model, mlx_lm_speeds, mlx_lm_twin
+from shapes import SHAPES, arrays, bytes_a_token, first_layers, make_model, plain_twin
 
 from turbospark_mlx import Runner
 from turbospark_mlx.custom_kernels import backends
@@ -108,12 +109,14 @@ def subjects_of_a_shape(
     model = make_model(config, backend)
     runner = Runner(model, max_context=args.prompt_tokens + args.new_tokens + 8)
     prompt = np.random.default_rng(1).integers(0, runner.vocab_size, args.prompt_tokens).tolist()
-    # On a CPU mlx-lm is faster in float32 than in the dtype of the weights.
-    twin = mlx_lm_twin(arrays(model), config, mx.float32 if backend.device == "cpu" else None)
-    subjects = {
-        OURS: lambda: our_speeds(runner, prompt, args.new_tokens),
-        "mlx-lm": lambda: mlx_lm_speeds(twin, prompt, args.new_tokens),
-    }
+    subjects = {OURS: lambda: our_speeds(runner, prompt, args.new_tokens)}
+    if config["model_type"] in NOT_IN_MLX_LM:
+        plain = Runner(plain_twin(model, config), max_context=args.prompt_tokens + args.new_tokens + 8)
+        subjects["plain mlx"] = lambda: our_speeds(plain, prompt, args.new_tokens)
+    else:
+        # On a CPU mlx-lm is faster in float32 than in the dtype of the weights.
+        twin = mlx_lm_twin(arrays(model), config, mx.float32 if backend.device == "cpu" else None)
+        subjects["mlx-lm"] = lambda: mlx_lm_speeds(twin, prompt, args.new_tokens)
     layers = f", {args.layers} layers" if args.layers else ""
     return f"{args.shape}{layers}, random weights", runner, prompt, subjects
 

@@ -26,6 +26,8 @@ MODULES = {
     "qwen3_5_moe_text": "qwen3_5_moe",
 }
 """config.json's ``model_type`` -> mlx-lm's module, where that has another name."""
+NOT_IN_MLX_LM = ("qwen4_exp",)
+"""``model_type`` of models that mlx-lm does not have."""
 PUBLISHED = {"spark2_5": {"embed_tokens": "embedding", "o_proj": "out_proj"}}
 """``model_type`` -> what mlx-lm calls modules that installs call otherwise."""
 

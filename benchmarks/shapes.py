@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten
 
 from turbospark_mlx import shaped
 from turbospark_mlx.custom_kernels import BlobMatrix, ExpertArena, ExpertBlob
-from turbospark_mlx.custom_kernels.backends import Backend
+from turbospark_mlx.custom_kernels.backends import Backend, select
 from turbospark_mlx.experts import ExpertStore, Resolved
 from turbospark_mlx.experts.chunks import most_rows
 from turbospark_mlx.experts.in_place import InPlace
@@ -51,7 +51,13 @@ def _qwen(layers: int, **fields: Any) -> dict[str, Any]:
     }
 
 
+def _fewer_experts(config: dict[str, Any], experts: int) -> dict[str, Any]:
+    """As many are chosen for a token, so that it costs as much."""
+    return config | {"text_config": config["text_config"] | {"num_experts": experts}}
+
+
 SHAPES: dict[str, dict[str, Any]] = {
+    "qwen4-exp-64-experts": _fewer_experts(shaped.SHAPES["qwen4-exp-8-layers"], 64),
     "qwen3.5-35b-a3b": _qwen(
         40,
         hidden_size=2048,
@@ -234,22 +240,51 @@ class RandomExperts(ExpertStore):
         """There is nothing to stop."""
 
 
-def make_model(config: dict[str, Any], backend: Backend) -> nn.Module:
+class RandomTable:
+    """A table of as many rows as there should be, of which few differ."""
+
+    def __init__(self, shape: tuple[int, int]):
+        self.shape = shape
+        self._rows = np.random.default_rng(1).normal(size=(509, shape[1])).astype(np.float32)
+
+    def rows(self, ids: np.ndarray) -> np.ndarray:
+        return self._rows[ids % len(self._rows)]
+
+
+def _blank(config: dict[str, Any], backend: Backend, **options: Any) -> nn.Module:
     """Our model of a config.json dictionary; matrices in ``STORED``, routers and norms in its companions' dtype."""
     family = family_for_model_type(config["model_type"])
     parsed = family.config_from_hf(config)
-    if config["model_type"].startswith("qwen3_5"):
+    if hasattr(parsed, "centered_norms"):
         parsed = replace(parsed, centered_norms=False)
-    formats = {}
+    formats, table = {}, None
     for name, shape in family.expected(parsed).items():
         place = family.place(name, parsed)
-        packed = len(shape) == 2 and place.role not in ("router", "vector") and not name.endswith(".bias")
+        table = RandomTable(shape) if place.table else table
+        packed = len(shape) == 2 or place.role == "routed_expert"
+        packed = packed and place.role not in ("router", "vector") and not name.endswith(".bias")
         formats[place.checkpoint_name] = STORED if packed else STORED.companion_dtype
+    return package(family.name).Model(parsed, formats=formats, backend=backend, table=table, **options)
+
+
+def plain_twin(model: nn.Module, config: dict[str, Any]) -> nn.Module:
+    """Our own model over the weights of one that `make_model` made, as plain ``mlx.nn`` modules: the peer where mlx-lm
+    has no such model. On a CPU in float32, which is the fastest there."""
+    twin = _blank(config, select("reference"), dtype=model.dtype, fused=False)
+    twin.load_weights(list(arrays(model).items()))
+    twin.set_dtype(model.dtype)
+    mx.eval(twin.parameters())
+    return twin
+
+
+def make_model(config: dict[str, Any], backend: Backend) -> nn.Module:
+    """A model of a config.json dictionary with random weights."""
+    family = family_for_model_type(config["model_type"])
+    specs = family.experts(family.config_from_hf(config))
     mxfp4 = config.get("quantization_config", {}).get("quant_method") == "mxfp4"
-    specs = family.experts(parsed)
     experts = RandomExperts(specs, Mxfp4Format() if mxfp4 else STORED, backend) if specs else None
-    options = {"formats": formats, "backend": backend, "dtype": resolve_dtype(None, backend), "experts": experts}
-    model = package(family.name).Model(parsed, **options)
+    model = _blank(config, backend, dtype=resolve_dtype(None, backend), experts=experts)
+    parsed = model.args
     mx.eval(model.parameters())
     # Quantized values are uniform and weights have a mean of 0 and a spread that keeps activations near 1.
     scale = parsed.hidden_size**-0.5 / SPREAD

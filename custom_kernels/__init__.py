@@ -12,10 +12,12 @@ from turbospark_mlx.custom_kernels import (
     decode_attention,
     delta_net,
     dense,
+    dilated,
     expert_phases,
     experts_cpu,
     gated,
     head,
+    indexer,
     norm,
     rotary,
     rotation,
@@ -27,11 +29,13 @@ from turbospark_mlx.custom_kernels.affine import affine_embedding, affine_matmul
 from turbospark_mlx.custom_kernels.append_attention import APPEND_ATTENTION, append_attention
 from turbospark_mlx.custom_kernels.delta_net import DeltaWeights, gated_delta, gated_delta_step, steps
 from turbospark_mlx.custom_kernels.dense import dense_matmul
+from turbospark_mlx.custom_kernels.dilated import convolves, dilated_convolution, dilated_convolution_step
 from turbospark_mlx.custom_kernels.expert_arena import BlobMatrix, ExpertArena, ExpertBlob
 from turbospark_mlx.custom_kernels.expert_phases import moe_phase1_gate_up_act, moe_phase2_down_reduce
 from turbospark_mlx.custom_kernels.experts import Mixture, expert_mixture
 from turbospark_mlx.custom_kernels.gated import gated_product
 from turbospark_mlx.custom_kernels.head import greedy_head
+from turbospark_mlx.custom_kernels.indexer import index_append, index_appends, pool_blocks
 from turbospark_mlx.custom_kernels.latent_attention import LATENT_ATTENTION, HeadRows, latent_attends, latent_attention
 from turbospark_mlx.custom_kernels.norm import add_rms_norm, gated_rms_norm, rms_norm, rms_norm_add
 from turbospark_mlx.custom_kernels.rotary import appends, qkv_append, qkv_epilogue, rotation_table
@@ -41,7 +45,6 @@ from turbospark_mlx.custom_kernels.sdpa import attention, cache_attention
 from turbospark_mlx.custom_kernels.sparse import (
     choose_positions,
     indexed_attention,
-    pool_blocks,
     score_blocks,
     sparse_mask,
 )
@@ -73,7 +76,9 @@ OPS = (
     streams.STREAM_MIX,
     streams.STREAM_INJECT,
     streams.NGRAM_GATE,
-    sparse.POOL_BLOCKS,
+    dilated.DILATED_CONVOLUTION,
+    indexer.POOL_BLOCKS,
+    indexer.INDEX_APPEND,
     sparse.SCORE_BLOCKS,
     sparse.CHOOSE_POSITIONS,
     sparse.INDEXED_ATTENTION,
@@ -97,7 +102,10 @@ __all__ = [
     "backends",
     "cache_attention",
     "choose_positions",
+    "convolves",
     "dense_matmul",
+    "dilated_convolution",
+    "dilated_convolution_step",
     "emulate",
     "expert_mixture",
     "gated_affine_matmul",
@@ -106,6 +114,8 @@ __all__ = [
     "gated_product",
     "gated_rms_norm",
     "greedy_head",
+    "index_append",
+    "index_appends",
     "indexed_attention",
     "latent_attends",
     "latent_attention",

@@ -301,11 +301,12 @@ def gated_affine_matmul(
 
 
 def affine_embedding_reference(
-    ids, weight, scales, biases, *, bits: int, group_size: int, dtype, scale: float = 1.0
+    ids, weight, scales, biases, *, bits: int, group_size: int, dtype, scale: float = 1.0, copies: int = 1
 ) -> mx.array:
     """Definition of `affine_embedding`."""
     s, b = scales[ids].astype(mx.float32), biases[ids].astype(mx.float32)
-    return (mx.dequantize(weight[ids], s, b, group_size=group_size, bits=bits) * scale).astype(dtype)
+    rows = (mx.dequantize(weight[ids], s, b, group_size=group_size, bits=bits) * scale).astype(dtype)
+    return mx.concatenate([rows] * copies, axis=-1)
 
 
 def affine_embedding(
@@ -318,16 +319,18 @@ def affine_embedding(
     group_size: int,
     dtype: mx.Dtype,
     scale: float = 1.0,
+    copies: int = 1,
     backend: Backend,
 ) -> mx.array:
-    """``scale`` times rows ``ids`` of an affine-quantized matrix: integer ``ids [...]`` -> ``[..., K]`` in ``dtype``.
+    """``scale`` times rows ``ids`` of an affine-quantized matrix, ``copies`` of each side by side: integer ``ids
+    [...]`` -> ``[..., copies * K]`` in ``dtype``.
 
     MLX does not check ids. On a CPU they are checked here and OptionError is raised; on a GPU the check would wait for
     the device, so the caller checks ids that come from outside.
     """
     columns = check_parts("affine_embedding", None, weight, scales, biases, bits=bits, group_size=group_size)
     if ids.size == 0:
-        return mx.zeros((*ids.shape, columns), dtype=dtype)
+        return mx.zeros((*ids.shape, copies * columns), dtype=dtype)
     if backend.device == "cpu":
         known = np.array(ids, copy=False)
         if known.min() < 0 or known.max() >= weight.shape[0]:
@@ -339,8 +342,8 @@ def affine_embedding(
     if weight.size >= 8 and AFFINE_EMBEDDING.serves(backend, dtype):
         backend.count(AFFINE_EMBEDDING.name, "kernel")
         sizes = (weight.shape[0], columns, bits, group_size)
-        call = lookup.plan(backend.name, ids.shape, *sizes, scales.dtype, dtype, scale)
+        call = lookup.plan(backend.name, ids.shape, *sizes, scales.dtype, dtype, scale, copies)
         return backend.launch(call, (flat, weight, scales, biases))[0]
     backend.count(AFFINE_EMBEDDING.name, "mlx")
-    options = {"bits": bits, "group_size": group_size, "dtype": dtype, "scale": scale}
+    options = {"bits": bits, "group_size": group_size, "dtype": dtype, "scale": scale, "copies": copies}
     return affine_embedding_reference(ids, weight, scales, biases, **options)

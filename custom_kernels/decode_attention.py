@@ -119,7 +119,7 @@ def plan(
         groups=(batch * kv_heads * -(-share // queries), chunks),
         simdgroups=simdgroups,
         input_dtypes=(
-            *(dtype, kv_dtype, None if cache else kv_dtype, None if indexed else mx.int32, sink_dtype),
+            *(dtype, kv_dtype, None if cache else kv_dtype, mx.int32, sink_dtype),
             gate_dtype if single else None,
             mx.int32 if indexed else None,
         ),
@@ -148,7 +148,7 @@ def decode_attention(
     q: mx.array,
     k: mx.array,
     v: mx.array | None,
-    start: mx.array | None,
+    start: mx.array,
     *,
     scale: float,
     causal: bool = False,
@@ -165,7 +165,7 @@ def decode_attention(
     KV, S, D]`` whose first ``shared_dim`` elements are the values. ``start`` is an int32 array ``[1]``, the position of
     the first query; keys after the last query's are not read. ``S`` decides how the keys are cut, because the number of
     keys is known on the device only. ``gates`` are `sdpa.cache_attention`'s. ``positions [B, P]``, int32, list the keys
-    of a single query instead, which then needs no ``start``.
+    of a single query instead, as many as ``start`` and one more.
     """
     batch, _, length, _ = q.shape
     kv_heads, capacity, head_dim = k.shape[-3:]

@@ -14,9 +14,11 @@ from turbospark_mlx.custom_kernels.backends import Backend, blas, host
 from turbospark_mlx.custom_kernels.backends.op import Op
 from turbospark_mlx.custom_kernels.expert_arena import BlobMatrix, ExpertArena, ExpertBlob
 
-EXPERT_MIXTURE = Op(
-    "expert_mixture", (gemv.KERNEL,), rows=gemv.ROWS, only="of packed matrices", cpu="blas", device="cpu"
-)
+ROWS = 32
+"""Rows of one expert up to which the kernel is faster than dequantizing its matrices for the BLAS."""
+EXPERT_MIXTURE = Op("expert_mixture", (gemv.KERNEL,), rows=ROWS, only="of packed matrices", cpu="blas", device="cpu")
+WARM_UP_ROWS = (ROWS + 1, gemv.ROWS, 1)
+"""Rows of one expert that take each way there is."""
 GELU_SCALE = np.float32(np.sqrt(2 / np.pi))
 
 
@@ -84,7 +86,7 @@ def _rows(matrix: BlobMatrix, views: list[np.ndarray], start: int, stop: int, co
         ids = np.arange(start, stop, dtype=np.int32)
         sizes = (matrix.rows, matrix.columns, matrix.bits, matrix.group_size)
         call = lookup.plan("host", ids.shape, *sizes, matrix.dtype, mx.float32)
-        return host.run(call, (ids, *views[:3]))[0]
+        return blas.in_scratch(call, (ids, *views[:3]))
     if matrix.mode == "mxfp4":
         words, exponents = (mx.array(view[start:stop]) for view in views[:2])
         return blas.view(mx.dequantize(words, exponents, mode="mxfp4", dtype=mx.float32))

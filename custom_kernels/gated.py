@@ -18,10 +18,13 @@ KERNEL = Kernel("gated_product", inputs=("gate", "up"), outputs=("y",), headers=
 GATED_PRODUCT = Op("gated_product", (KERNEL,), rows=gemv.ROWS)
 
 
-def gated_product_reference(gate, up, *, activation: gemv.Activation, limit: float | None = None) -> mx.array:
+def gated_product_reference(
+    gate, up, *, activation: gemv.Activation, limit: float | None = None, scale: float = 1.0
+) -> mx.array:
     """Definition of `gated_product`."""
-    shares = up.astype(mx.float32).reshape(*gate.shape, up.shape[-1] // max(1, gate.shape[-1]))
-    return gated(gate.astype(mx.float32)[..., None], shares, activation, limit).reshape(up.shape).astype(gate.dtype)
+    shares = scale * up.astype(mx.float32).reshape(*gate.shape, up.shape[-1] // max(1, gate.shape[-1]))
+    gates = scale * gate.astype(mx.float32)[..., None]
+    return gated(gates, shares, activation, limit).reshape(up.shape).astype(gate.dtype)
 
 
 @lru_cache(maxsize=1024)
@@ -31,6 +34,7 @@ def plan(
     share: int,
     activation: gemv.Activation,
     limit: float,
+    scale: float,
     dtypes: tuple[mx.Dtype, mx.Dtype],
 ) -> Launch:
     """The launch for ``up`` of ``shape``, ``share`` of whose values have one gate. Few rows are not worth a hand-over
@@ -44,6 +48,7 @@ def plan(
             ("SHARE", share),
             ("ACTIVATION", gemv.ACTIVATIONS.index(activation)),
             ("LIMIT_BITS", float_bits(limit)),
+            ("SCALE_BITS", float_bits(scale)),
         ),
         groups=(1 if backend == "host" else -(-count // (SIMD_WIDTH * simdgroups)), 1),
         simdgroups=1 if backend == "host" else simdgroups,
@@ -54,9 +59,16 @@ def plan(
 
 
 def gated_product(
-    gate: mx.array, up: mx.array, *, activation: gemv.Activation, limit: float | None = None, backend: Backend
+    gate: mx.array,
+    up: mx.array,
+    *,
+    activation: gemv.Activation,
+    limit: float | None = None,
+    scale: float = 1.0,
+    backend: Backend,
 ) -> mx.array:
-    """``activation(gate) * up`` in float32; see `gated_affine_matmul` for the activations and ``limit``.
+    """``activation(scale * gate) * scale * up`` in float32; see `gated_affine_matmul` for the activations and
+    ``limit``.
 
     ``gate [..., D]``, ``up [..., D * S]`` -> the shape of ``up`` in the dtype of ``gate``: each gate is for ``S``
     neighbours, as one gate a head is. Up to 8 rows run in our kernel. Raises OptionError for parts that do not fit.
@@ -69,7 +81,7 @@ def gated_product(
     gemv.check_activation(GATED_PRODUCT.name, activation, limit)
     if gate.size and GATED_PRODUCT.serves(backend, gate.dtype, up.dtype, rows=gate.size // gate.shape[-1]):
         backend.count(GATED_PRODUCT.name, "kernel")
-        call = plan(backend.name, up.shape, share, activation, limit or 0.0, (gate.dtype, up.dtype))
+        call = plan(backend.name, up.shape, share, activation, limit or 0.0, scale, (gate.dtype, up.dtype))
         return backend.launch(call, (gate, up))[0]
     backend.count(GATED_PRODUCT.name, "mlx")
-    return gated_product_reference(gate, up, activation=activation, limit=limit)
+    return gated_product_reference(gate, up, activation=activation, limit=limit, scale=scale)

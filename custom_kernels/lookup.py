@@ -29,9 +29,10 @@ def plan(
     companion: mx.Dtype,
     dtype: mx.Dtype,
     scale: float = 1.0,
+    copies: int = 1,
 ) -> Launch:
-    """The launch for flat int32 ids whose rows, times ``scale``, make ``[*shape, columns]``; ``rows`` are those of the
-    table."""
+    """The launch for flat int32 ids whose rows, times ``scale``, make ``[*shape, copies * columns]``; ``rows`` are
+    those of the table."""
     count = prod(shape)
     return Launch(
         KERNEL,
@@ -43,10 +44,11 @@ def plan(
             ("BITS", bits),
             ("GROUP", group_size),
             ("SCALE_BITS", float_bits(scale)),
+            ("COPIES", copies),
         ),
         groups=(min(count, -(-count * columns // VALUES_PER_GROUP)) if backend == "host" else count, 1),
         simdgroups=1 if backend == "host" else min(8, -(-columns // 1024)),
         input_dtypes=(mx.int32, mx.uint32, companion, companion),
-        output_shapes=((*shape, columns),),
+        output_shapes=((*shape, copies * columns),),
         output_dtypes=(dtype,),
     )

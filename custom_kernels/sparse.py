@@ -15,15 +15,13 @@ from turbospark_mlx.custom_kernels import decode_attention
 from turbospark_mlx.custom_kernels.backends import Backend
 from turbospark_mlx.custom_kernels.backends.kernel import SIMD_WIDTH, Kernel, Launch, float_bits
 from turbospark_mlx.custom_kernels.backends.op import Op
-from turbospark_mlx.custom_kernels.norm import rms_norm_reference
-from turbospark_mlx.custom_kernels.rotation import rotate_reference
-from turbospark_mlx.custom_kernels.sdpa import attention_reference
+from turbospark_mlx.custom_kernels.sdpa import cache_attention_reference
 from turbospark_mlx.errors import OptionError
 
-POOL = Kernel("pool_blocks", inputs=("keys", "weight", "rotation"), outputs=("y",))
 SCORE = Kernel("score_blocks", inputs=("queries", "keys", "start"), outputs=("scores",), headers=("attention",))
-CHOOSE = Kernel("choose_positions", inputs=("scores", "start"), outputs=("positions",), headers=("reduce", "order"))
-POOL_BLOCKS = Op("pool_blocks", (POOL,))
+CHOOSE = Kernel(
+    "choose_positions", inputs=("scores", "start"), outputs=("positions", "last"), headers=("reduce", "order")
+)
 SCORE_BLOCKS = Op("score_blocks", (SCORE,), rows=8)
 CHOOSE_POSITIONS = Op("choose_positions", (CHOOSE,))
 INDEXED_ATTENTION = Op("indexed_attention", (decode_attention.PARTIAL, decode_attention.COMBINE))
@@ -31,12 +29,6 @@ BLOCKS_PER_GROUP = {"host": 512, "gpu": 64}
 """Blocks whose scores are worth a threadgroup."""
 _SIMDGROUPS = 8
 _MOST_SIMDGROUPS = 32
-
-
-def pool_blocks_reference(keys, weight, rotation, *, eps: float, centered: bool) -> mx.array:
-    """Definition of `pool_blocks`."""
-    mean = keys.astype(mx.float32).mean(axis=-2).astype(keys.dtype)
-    return rotate_reference(rms_norm_reference(mean, weight, eps=eps, centered=centered)[:, None], rotation)[:, 0]
 
 
 def score_blocks_reference(queries, keys, start, *, block: int) -> mx.array:
@@ -74,49 +66,24 @@ def sparse_mask(scores: mx.array, start: int, keys: int, *, block: int, top_k: i
     return (seen | tail)[:, None]
 
 
-def choose_positions_reference(scores, *, keys: int, block: int, top_k: int) -> mx.array:
+def choose_positions_reference(scores, start, *, block: int, top_k: int) -> tuple[mx.array, mx.array]:
     """Definition of `choose_positions`."""
-    blocks = scores.shape[-1]
-    numbers = mx.sort(mx.where(chosen_blocks(scores, top_k), mx.arange(blocks), blocks), axis=-1)[:, :top_k]
-    positions = (numbers[..., None] * block + mx.arange(block)).reshape(scores.shape[0], -1)
-    tail = mx.broadcast_to(mx.arange(keys // block * block, keys), (scores.shape[0], keys % block))
-    return mx.concatenate([positions, tail], axis=-1).astype(mx.int32)
+    keys = start.item() + 1
+    blocks, batch = keys // block, scores.shape[0]
+    chosen = chosen_blocks(scores[:, :blocks], top_k)
+    numbers = mx.sort(mx.where(chosen, mx.arange(blocks), blocks), axis=-1)[:, :top_k]
+    positions = (numbers[..., None] * block + mx.arange(block)).reshape(batch, -1)
+    tail = mx.broadcast_to(mx.arange(blocks * block, keys), (batch, keys % block))
+    listed = mx.concatenate([positions, tail], axis=-1).astype(mx.int32)
+    room = top_k * block + block - 1 - listed.shape[1]
+    return mx.pad(listed, [(0, 0), (0, room)]), mx.array([listed.shape[1] - 1], mx.int32)
 
 
-def indexed_attention_reference(q, k, v, positions, *, scale: float) -> mx.array:
+def indexed_attention_reference(q, kv, positions, last, *, scale: float, gates=None) -> mx.array:
     """Definition of `indexed_attention`."""
-    index = positions[:, None, :, None].astype(mx.int64)
-    k, v = (mx.take_along_axis(a, mx.broadcast_to(index, (*a.shape[:2], index.shape[2], 1)), axis=2) for a in (k, v))
-    return attention_reference(q, k, v, scale=scale)
-
-
-@lru_cache(maxsize=1024)
-def _plan_pool(
-    backend: str,
-    shape: tuple[int, ...],
-    pairs: int,
-    eps: float,
-    centered: bool,
-    dtypes: tuple[mx.Dtype, ...],
-) -> Launch:
-    batch, count, block, width = shape
-    units, host = batch * count, backend == "host"
-    return Launch(
-        POOL,
-        template=(
-            ("T", dtypes[0]),
-            ("BLOCK", block),
-            ("D", width),
-            ("PAIRS", pairs),
-            ("CENTERED", centered),
-            ("EPSILON_BITS", float_bits(eps)),
-        ),
-        groups=(-(-units // (BLOCKS_PER_GROUP["host"] if host else _SIMDGROUPS)), 1),
-        simdgroups=1 if host else _SIMDGROUPS,
-        input_dtypes=dtypes,
-        output_shapes=((batch, count, width),),
-        output_dtypes=dtypes[:1],
-    )
+    index = positions[None, :, None, :, None].astype(mx.int64)
+    index = mx.broadcast_to(index, (*kv.shape[:3], positions.shape[1], 1))
+    return cache_attention_reference(q, mx.take_along_axis(kv, index, axis=3), last, scale=scale, gates=gates)
 
 
 @lru_cache(maxsize=1024)
@@ -137,7 +104,7 @@ def _plan_score(
 
 
 @lru_cache(maxsize=1024)
-def _plan_choose(backend: str, shape: tuple[int, int], width: int, block: int, top_k: int) -> Launch:
+def _plan_choose(backend: str, shape: tuple[int, int], block: int, top_k: int) -> Launch:
     batch, blocks = shape
     simdgroups = 1 if backend == "host" else min(_MOST_SIMDGROUPS, -(-blocks // SIMD_WIDTH))
     return Launch(
@@ -146,31 +113,9 @@ def _plan_choose(backend: str, shape: tuple[int, int], width: int, block: int, t
         groups=(batch, 1),
         simdgroups=simdgroups,
         input_dtypes=(mx.float32, mx.int32),
-        output_shapes=((batch, width),),
-        output_dtypes=(mx.int32,),
+        output_shapes=((batch, top_k * block + block - 1), (1,)),
+        output_dtypes=(mx.int32, mx.int32),
     )
-
-
-def pool_blocks(
-    keys: mx.array, weight: mx.array, rotation: mx.array, *, eps: float, centered: bool, backend: Backend
-) -> mx.array:
-    """The keys of blocks: the means of their tokens' keys, in the dtype of these, normalised and rotated.
-
-    ``keys [B, N, block, D]``, ``weight [D]``, ``rotation [N, P, 2]`` (`rotations` of the blocks' first positions) ->
-    ``[B, N, D]``. ``centered`` weights are stored less 1. Raises OptionError for parts that do not fit.
-    """
-    if weight.shape != keys.shape[-1:] or rotation.shape[0] != keys.shape[1] or 2 * rotation.shape[1] > keys.shape[-1]:
-        raise OptionError(
-            f"pool_blocks: keys {list(keys.shape)}, weight {list(weight.shape)}, rotation {list(rotation.shape)} do not"
-            " fit [B, N, block, D], [D], [N, P, 2] with P at most D / 2"
-        )
-    if keys.size and POOL_BLOCKS.serves(backend, keys.dtype):
-        backend.count(POOL_BLOCKS.name, "kernel")
-        dtypes = (keys.dtype, weight.dtype, rotation.dtype)
-        call = _plan_pool(backend.name, keys.shape, rotation.shape[1], eps, centered, dtypes)
-        return backend.launch(call, (keys, weight, rotation))[0]
-    backend.count(POOL_BLOCKS.name, "mlx")
-    return pool_blocks_reference(keys, weight, rotation, eps=eps, centered=centered)
 
 
 def score_blocks(queries: mx.array, keys: mx.array, start: mx.array, *, block: int, backend: Backend) -> mx.array:
@@ -193,40 +138,56 @@ def score_blocks(queries: mx.array, keys: mx.array, start: mx.array, *, block: i
 
 
 def choose_positions(
-    scores: mx.array, start: mx.array, *, keys: int, block: int, top_k: int, backend: Backend
-) -> mx.array:
-    """The tokens that the last of ``keys`` tokens sees, ascending: int32 ``[B, top_k * block + keys % block]``.
+    scores: mx.array, start: mx.array, *, block: int, top_k: int, backend: Backend
+) -> tuple[mx.array, mx.array]:
+    """The tokens that the one at position ``start``, an int32 array ``[1]``, sees: those of its ``top_k`` best blocks,
+    the lower one of equals, or of all where there are no more, and those behind the last whole block.
 
-    ``scores [B, N]`` are those of its blocks, of which there are at least ``top_k``; the lower one of equals comes
-    first. ``start`` is an int32 array ``[1]`` with its position, ``keys - 1``. Nothing waits for the device. Raises
-    OptionError for fewer blocks.
+    ``scores [B, N]`` are those of blocks from the first on, of which those that are not whole yet are not read; N is at
+    least the number of those that are. Gives int32 ``[B, top_k * block + block - 1]``, ascending, then zeros; and int32
+    ``[1]``, the place of the last token in that list. Shapes do not depend on ``start``, and nothing waits for the
+    device.
     """
-    if scores.shape[-1] < top_k or scores.shape[-1] != keys // block:
-        raise OptionError(
-            f"choose_positions: {scores.shape[-1]} scores are no choice of {top_k} blocks of {block} for {keys} tokens"
-        )
     if CHOOSE_POSITIONS.serves(backend, scores.dtype):
         backend.count(CHOOSE_POSITIONS.name, "kernel")
-        call = _plan_choose(backend.name, scores.shape, top_k * block + keys % block, block, top_k)
-        return backend.launch(call, (scores, start))[0]
+        positions, last = backend.launch(_plan_choose(backend.name, scores.shape, block, top_k), (scores, start))
+        return positions, last
     backend.count(CHOOSE_POSITIONS.name, "mlx")
-    return choose_positions_reference(scores, keys=keys, block=block, top_k=top_k)
+    return choose_positions_reference(scores, start, block=block, top_k=top_k)
 
 
 def indexed_attention(
-    q: mx.array, k: mx.array, v: mx.array, positions: mx.array, *, scale: float, backend: Backend
+    q: mx.array,
+    kv: mx.array,
+    positions: mx.array,
+    last: mx.array,
+    *,
+    scale: float,
+    gates: mx.array | None = None,
+    backend: Backend,
 ) -> mx.array:
-    """Attention of one query to the keys at ``positions``: ``q [B, H, 1, D]``, ``k``, ``v [B, KV, S, D]``,
-    ``positions [B, P]``, int32 and each below S -> ``[B, H, 1, D]`` in the dtype of ``q``. Raises OptionError for parts
-    that do not fit."""
-    if q.shape[2] != 1 or k.shape != v.shape or positions.shape[0] != q.shape[0] or q.shape[1] % k.shape[1]:
+    """`sdpa.cache_attention` of one query to the keys at ``positions``, of which the one at ``last`` is the last.
+
+    ``q [B, H, 1, D]``, ``kv [2, B, KV, S, D]``, ``positions [B, P]``, int32 and each below S, ``last`` int32 ``[1]`` ->
+    ``[B, 1, H * D]`` in the dtype of ``q``, times the sigmoids of ``gates``. Raises OptionError for parts that do not
+    fit.
+    """
+    batch, heads, length, width = q.shape
+    if (
+        length != 1
+        or kv.shape != (2, batch, *kv.shape[2:4], width)
+        or positions.shape[0] != batch
+        or heads % kv.shape[2]
+        or (gates is not None and (gates.shape[:2] != (batch, 1) or gates.shape[2] < 2 * heads * width))
+    ):
         raise OptionError(
-            f"indexed_attention: q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}, positions"
-            f" {list(positions.shape)} do not fit [B, H, 1, D], [B, KV, S, D] twice and [B, P]"
+            f"indexed_attention: q {list(q.shape)}, kv {list(kv.shape)}, positions {list(positions.shape)}, gates"
+            f" {None if gates is None else list(gates.shape)} do not fit [B, H, 1, D], [2, B, KV, S, D], [B, P] and"
+            " [B, 1, at least 2 * H * D]"
         )
     if INDEXED_ATTENTION.serves(backend, q.dtype):
         backend.count(INDEXED_ATTENTION.name, "kernel")
-        y = decode_attention.decode_attention(q, k, v, None, scale=scale, positions=positions, backend=backend)
-        return y.reshape(q.shape[0], 1, q.shape[1], -1).swapaxes(1, 2)
+        options = {"scale": scale, "gates": gates, "positions": positions, "backend": backend}
+        return decode_attention.decode_attention(q, kv, None, last, **options)
     backend.count(INDEXED_ATTENTION.name, "mlx")
-    return indexed_attention_reference(q, k, v, positions, scale=scale)
+    return indexed_attention_reference(q, kv, positions, last, scale=scale, gates=gates)

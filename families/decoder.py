@@ -11,6 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_flatten
 
 from turbospark_mlx.cache import LinearKV, RingKV
@@ -156,10 +157,15 @@ class CausalModel(Module):
             if is_chooser and not mx.isfinite(array).all().item():
                 raise InstallError(f"model_weights.bin: {name} holds NaN or infinite values. Convert the model again.")
 
-    def warm_up(self, length: int) -> list[mx.array]:
-        """What to evaluate so that every kernel is compiled which passes of a few tokens do not come to, and sequences
-        of up to ``length`` tokens do."""
-        return []
+    @property
+    def looks_up(self) -> bool:
+        """Whether a pass needs its token ids on the host, so that it cannot begin before they are known there."""
+        return False
+
+    def look_up(self, tokens: int | mx.array, cache: Sequence[LayerCache] | None) -> dict[str, np.ndarray]:
+        """What `hidden` is given beside ``tokens``, an id or ``[B, L]``, which follow what ``cache`` holds: what is
+        found by them on the host, as keyword arguments whose shapes do not depend on the position."""
+        return {}
 
     def make_cache(self, max_length: int | None = None) -> list[LayerCache]:
         """An empty state for each layer, for sequences of up to ``max_length`` tokens."""

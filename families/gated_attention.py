@@ -53,9 +53,7 @@ class GatedAttention(Module):
             sizes |= {"q_norm": norms[0]["weight"], "k_norm": norms[1]["weight"], "eps": norms[0].eps}
             sizes["centered"] = norms[0].centered
             if cache is not None and cache.places(L) and appends(qkv, self._backend):
-                kv = cache.place(L, (B, self._kv_heads, self.head_dim), qkv.dtype)
-                options = {"scale": self.head_dim**-0.5, "mask": "causal" if L > 1 else None}
-                y = append_attention(qkv, rotation, kv, positions.start, **sizes, **options)
+                y = self.attend_in_place(x, qkv, positions, cache, sizes)
                 cache.written(y)
                 return project(self.o_proj, y, residual=residual)
             q, (k, v) = qkv_epilogue(qkv, rotation, **sizes)
@@ -66,6 +64,16 @@ class GatedAttention(Module):
         gate = qkv.reshape(B, L, -1, self.head_dim)[:, :, 1 : 2 * heads : 2]
         y = self.attend(x, q, k, v, positions, cache).transpose(0, 2, 1, 3) * mx.sigmoid(gate)
         return project(self.o_proj, y.reshape(B, L, -1), residual=residual)
+
+    def attend_in_place(
+        self, x: mx.array, qkv: mx.array, positions: Positions, cache: LinearKV, sizes: dict[str, Any]
+    ) -> mx.array:
+        """What the queries of ``qkv [B, L, rows]`` find in ``cache``, where kernels write its keys and values, times
+        their gates: ``[B, L, H * D]``. ``sizes`` are options of `rotary.qkv_append`; ``x`` is as in `attend`."""
+        length = x.shape[1]
+        kv = cache.place(length, (x.shape[0], self._kv_heads, self.head_dim), qkv.dtype)
+        options = {"scale": self.head_dim**-0.5, "mask": "causal" if length > 1 else None}
+        return append_attention(qkv, positions.rotation(self.rope), kv, positions.start, **sizes, **options)
 
     def attend(
         self, x: mx.array, q: mx.array, k: mx.array, v: mx.array, positions: Positions, cache: LinearKV | None

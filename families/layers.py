@@ -233,8 +233,8 @@ class AffineEmbedding(Module):
     def _parts(self) -> tuple[mx.array, mx.array, mx.array]:
         return self["weight"], self["scales"], self["biases"]
 
-    def __call__(self, ids: mx.array, *, scale: float = 1.0) -> mx.array:
-        """Integer ids ``[...]`` -> ``scale`` times their rows ``[..., width]``."""
+    def __call__(self, ids: mx.array, *, scale: float = 1.0, copies: int = 1) -> mx.array:
+        """Integer ids ``[...]`` -> ``scale`` times their rows, ``copies`` of each: ``[..., copies * width]``."""
         return affine_embedding(
             ids,
             *self._parts(),
@@ -242,6 +242,7 @@ class AffineEmbedding(Module):
             group_size=self.group_size,
             dtype=self._dtype,
             scale=scale,
+            copies=copies,
             backend=self._backend,
         )
 
@@ -343,6 +344,11 @@ def project(
 def scaled_rows(table: nn.Module, ids: mx.array, scale: float) -> mx.array:
     """``table(ids) * scale``, as one operation where this package's modules allow it."""
     return table(ids, scale=scale) if isinstance(table, AffineEmbedding) else table(ids) * scale
+
+
+def repeated_rows(table: nn.Module, ids: mx.array, copies: int) -> mx.array:
+    """``copies`` of ``table(ids)`` side by side, as one operation where this package's modules allow it."""
+    return table(ids, copies=copies) if isinstance(table, AffineEmbedding) else mx.tile(table(ids), (1, 1, copies))
 
 
 def add_normed(residual: mx.array, norm: nn.Module, x: mx.array, *, scale: mx.array | float | None = None) -> mx.array:
@@ -477,7 +483,7 @@ class Builder:
 
     @property
     def gated_product(self) -> Callable[..., mx.array]:
-        """``gated_product(gate, up, activation=)``; see ``custom_kernels.gated_product``."""
+        """``gated_product(gate, up, activation=, scale=)``; see ``custom_kernels.gated_product``."""
         return partial(gated_product, backend=self.backend) if self.fused else gated_product_reference
 
     @property

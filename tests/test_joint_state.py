@@ -58,6 +58,60 @@ def test_blocks_are_those_of_the_tokens_that_are_left(most):
         assert cache.offset == len(rows)
 
 
+def place(cache, row):
+    """One token as a kernel appends it; the keys of all whole blocks come back."""
+    at = cache.offset
+    tokens, blocks = (np.array(buffer, copy=False) for buffer in cache.place(1, (1, WIDTH), mx.float32))
+    tokens[0, 0, 0, at] = row
+    if (at + 1) % BLOCK == 0:
+        blocks[0, 0, 0, at // BLOCK] = tokens[0, 0, 0, at + 1 - BLOCK : at + 1].sum(axis=0) + 1000 * (at // BLOCK)
+    cache.written(mx.zeros(1))
+    return blocks[0, 0, 0, : (at + 1) // BLOCK]
+
+
+@pytest.mark.parametrize("most", [None, 70])
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_that_kernels_write_are_those_that_are_appended(most, seed):
+    """In any order, over trims, marks, and states that were given out, which do not change."""
+    rng = np.random.default_rng(seed)
+    cache, rows, given = BlockKeys(BLOCK, most), np.zeros((0, WIDTH), np.float32), []
+    for _ in range(300):
+        kind = rng.integers(6)
+        if kind == 0 and len(rows):
+            n = int(rng.integers(1, 5))
+            cache.trim(n)
+            rows = rows[: max(0, len(rows) - n)]
+        elif kind == 1 and len(rows):
+            twin = copy.deepcopy(cache)
+            given = [*given[-2:], (twin, rows)]
+        elif len(rows) < 60:
+            fresh = rng.integers(0, 9, (1 if kind > 2 else int(rng.integers(1, 5)), WIDTH)).astype(np.float32)
+            rows = np.concatenate([rows, fresh])
+            found = place(cache, fresh[0]) if kind > 2 else append(cache, fresh)
+            np.testing.assert_array_equal(found, expected(rows))
+        assert cache.offset == len(rows)
+    for twin, then in given:
+        tokens, blocks = twin.state
+        np.testing.assert_array_equal(np.array(tokens[0])[0, 0, 0, : len(then)], then)
+        if len(then) >= BLOCK:
+            np.testing.assert_array_equal(np.array(blocks[0])[0, 0, 0, : len(then) // BLOCK], expected(then))
+
+
+def test_a_context_shorter_than_a_block_has_room_for_one():
+    """A kernel that writes none is given a buffer all the same."""
+    cache = BlockKeys(BLOCK, 2)
+    assert place(cache, np.ones(WIDTH)).shape == (0, WIDTH)
+    assert (cache.offset, cache.nbytes) == (1, (2 + 1) * WIDTH * 4)
+
+
+def test_room_for_blocks_grows_with_those_that_kernels_write():
+    cache, count = BlockKeys(BLOCK), 256 * BLOCK + BLOCK
+    for token in range(count):
+        blocks = place(cache, np.full(WIDTH, token))
+    assert blocks.shape == (257, WIDTH)
+    np.testing.assert_array_equal(blocks[-1], sum(range(count - BLOCK, count)) + 256 * 1000)
+
+
 def test_a_mark_of_a_past_that_was_left():
     cache = BlockKeys(BLOCK)
     append(cache, whole(7))

@@ -1,18 +1,22 @@
 """The decode step as a whole gives the bits that its operations give one by one, and knows when it must not."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
 
 from tests.families import gpt_oss_checkpoints
-from tests.families.oracles import PROMPT, assert_exact
+from tests.families.oracles import PROMPT, assert_close, assert_exact
 from turbospark_mlx.convert import convert
 from turbospark_mlx.custom_kernels import backends, rms_norm
 from turbospark_mlx.custom_kernels.backends import compiler
 from turbospark_mlx.custom_kernels.backends.replay import NotRecordable, Recording
+from turbospark_mlx.families.layers import Linear
 from turbospark_mlx.generation.loop import Request, generate_tokens
 from turbospark_mlx.runner import Runner
+from turbospark_mlx.step import DecodeStep
 from turbospark_mlx.testing import make_tiny_install
 
 needs_compiler = pytest.mark.skipif(not compiler.candidates(), reason="no C++ compiler on this machine")
@@ -24,6 +28,7 @@ GPT_OSS = ("gpt-oss", "gpt-oss-plain")
 GEMMA4 = ("gemma4-moe", "gemma4-dense", "gemma4-small", "gemma4-untied")
 MUSE = ("muse-glimmer", "muse-glimmer-tied")
 SPARK = ("spark", "spark-biases", "spark-one-key", "spark-full")
+QWEN4 = ("qwen4", "qwen4-ten", "qwen4-plain")
 MXFP4 = "gpt-oss-mxfp4"
 """As gpt-oss is published: its experts in MXFP4."""
 TOKENS = [int(t) for t in np.random.default_rng(3).integers(0, 320, 60)]
@@ -43,6 +48,7 @@ class Installs(dict):
             "muse": MUSE,
             "spark": SPARK,
             "qwen": QWEN,
+            "qwen4": QWEN4,
         }
         self._family = {variant: family for family, variants in families.items() for variant in variants}
 
@@ -94,7 +100,7 @@ def test_a_recorded_step_gives_the_same_bits(install, variant, prompt):
 
 
 @needs_compiler
-@pytest.mark.parametrize("variant", [*LLAMA[3:], *GEMMA4, *MUSE, *SPARK, *QWEN, *DEEPSEEK2, *GPT_OSS, MXFP4])
+@pytest.mark.parametrize("variant", [*LLAMA[3:], *GEMMA4, *MUSE, *SPARK, *QWEN, *QWEN4, *DEEPSEEK2, *GPT_OSS, MXFP4])
 def test_every_operation_of_a_step_is_a_kernel(install, variant):
     """Routers, experts in memory, latents, sinks, gates on attention, biases, scaled or normalised embeddings, inputs
     for each layer, over a window's edge."""
@@ -105,7 +111,7 @@ def test_every_operation_of_a_step_is_a_kernel(install, variant):
 
 @needs_compiler
 @pytest.mark.parametrize("residency", ["streamed", "mapped"])
-@pytest.mark.parametrize("variant", ["gemma4-moe", "deepseek-v2-lite", "qwen3.5-moe", MXFP4])
+@pytest.mark.parametrize("variant", ["gemma4-moe", "deepseek-v2-lite", "qwen3.5-moe", "qwen4", MXFP4])
 def test_experts_that_are_read_on_the_way_give_the_bits_of_a_recorded_step(install, variant, residency):
     slots = {"expert_slots": 3} if residency == "streamed" else {}
     with (
@@ -124,7 +130,7 @@ def test_experts_that_are_read_on_the_way_give_the_bits_of_a_recorded_step(insta
 
 
 @needs_compiler
-@pytest.mark.parametrize("variant", ["mistral", "qwen3.5"])
+@pytest.mark.parametrize("variant", ["mistral", "qwen3.5", "qwen4", "qwen4-ten"])
 def test_a_step_after_going_back_is_the_step_that_was(install, variant):
     with Runner.open(install[variant], kernels="host") as runner:
         runner.prefill(PROMPT[:20])
@@ -137,9 +143,10 @@ def test_a_step_after_going_back_is_the_step_that_was(install, variant):
 
 
 @needs_compiler
-def test_recorded_steps_of_a_recurrent_model_are_taken_back(install):
+@pytest.mark.parametrize("variant", ["qwen3.5", "qwen4", "qwen4-ten"])
+def test_recorded_steps_of_a_recurrent_model_are_taken_back(install, variant):
     """The last two, to the states that they came from; and a mark's state outlives the steps after it."""
-    with Runner.open(install["qwen3.5"], kernels="host") as runner:
+    with Runner.open(install[variant], kernels="host") as runner:
         runner.prefill(PROMPT[:7])
         first = [np.array(runner.decode(t)) for t in TOKENS[:6]]
         for back in (1, 2):
@@ -154,6 +161,76 @@ def test_recorded_steps_of_a_recurrent_model_are_taken_back(install):
         runner.rollback(mark)
         assert_exact(runner.decode(TOKENS[6]), last)
         assert runner.report().decode_step == "one list of kernels"
+
+
+@needs_compiler
+@pytest.mark.parametrize("variant", QWEN4)
+def test_a_recorded_step_looks_up_ngrams_and_chooses_blocks(install, variant):
+    """From the first token on, over ends of texts and over caches that grow, as when all tokens run at once; and
+    beside a model that sees everything."""
+    ids = [int(t) for t in np.random.default_rng(5).integers(0, 320, 300)]
+    ids[6] = ids[7] = ids[30] = 41
+    with Runner.open(install[variant], kernels="host") as runner:
+        model, sparse = runner.model, []
+        at_once = np.array(model(mx.array([ids]))[0])
+        for prompt in (1, 3, 11):
+            runner.reset()
+            rows = [np.array(runner.prefill(ids[:prompt])), *(np.array(runner.decode(t)) for t in ids[prompt:])]
+            assert_close(rows, at_once[prompt - 1 :], f"{variant} behind {prompt}")
+            sparse.append(rows[-1])
+        follow(runner, ids[11:40], ids[:11])
+        model.attend_sparsely(False)
+        dense = np.array(model(mx.array([ids[:60]]))[0])
+        assert np.abs(dense - at_once[:60]).max() > 1e-2 * at_once.std()
+        runner.reset()
+        rows = [np.array(runner.prefill(ids[:2])), *(np.array(runner.decode(t)) for t in ids[2:60])]
+        assert_close(rows, dense[1:], f"{variant}, dense")
+        assert runner.report().decode_step == "one list of kernels"
+
+
+@needs_compiler
+def test_small_matrices_that_are_not_packed_are_kernels_too(install):
+    """As copies for MLX may have those around residual streams, and the indexer's."""
+    with Runner.open(install["qwen4"], kernels="host") as runner:
+        layer = runner.model.layers[2]
+        names = ("input_mix_weight_down", "input_mix_weight_up", "block_inject_weight")
+        owners = [(getattr(layer, f"{part}_hyper_connection"), name) for part in ("attn", "mlp") for name in names]
+        for owner, name in [*owners, (layer.self_attn.indexer, "index_qk_proj")]:
+            packed = owner[name]
+            parts = packed["weight"], packed["scales"], packed["biases"]
+            weight = mx.dequantize(*parts, group_size=packed.group_size, bits=packed.bits)
+            options = {"stored": "bfloat16", "bias": None, "backend": runner.model.backend}
+            owner[name] = Linear(weight.shape[1], weight.shape[0], **options)
+            owner[name].weight = weight.astype(mx.bfloat16)
+        mx.eval(runner.model.parameters())
+        follow(runner, TOKENS[:24], PROMPT[:5])
+        assert runner.report().decode_step == "one list of kernels"
+
+
+@needs_compiler
+def test_a_step_among_equal_scores_chooses_the_lower_blocks(install):
+    """Keys that are all alike: behind a prompt, and in blocks that steps complete."""
+    with Runner.open(install["qwen4"], kernels="host") as runner:
+        indexer = runner.model.layers[2].self_attn.indexer
+        product, width = indexer.index_qk_proj, indexer.q_layernorm["weight"].shape[0]
+        # Keys of zeros have scores of 0, whatever the queries.
+        for name in ("scales", "biases"):
+            product[name] = mx.concatenate([product[name][:-width], mx.zeros_like(product[name][-width:])])
+        ids = TOKENS[:50]
+        at_once = runner.model(mx.array([ids]))[0]
+        rows = [runner.prefill(ids[:9]), *map(runner.decode, ids[9:])]
+        assert_close(mx.stack(rows), at_once[8:])
+        follow(runner, TOKENS[:24], PROMPT[:5])
+        assert runner.report().decode_step == "one list of kernels"
+
+
+def test_a_model_that_looks_up_by_ids_does_not_begin_without_them(install):
+    """A GPU's next token is still there when a step begins ahead."""
+    for variant, looks_up in (("qwen4", True), ("qwen4-plain", False), ("qwen3.5", False)):
+        with Runner.open(install[variant], kernels="reference") as runner:
+            runner.model.backend = replace(runner.model.backend, device="gpu")
+            with Runner(runner.model, max_context=16) as other:
+                assert other._looks_ahead is not looks_up
 
 
 @needs_compiler
@@ -186,6 +263,17 @@ def test_a_model_that_does_more_than_kernels_runs_one_operation_after_the_other(
         for token in TOKENS[3:8]:
             assert_exact(runner.decode(token), plain(runner.model, caches, token))
         assert "because input x of dequant_gemv_simd comes from an operation" in runner.report().decode_step
+
+
+@needs_compiler
+def test_a_state_that_no_kernel_writes_is_known_from_the_first(install):
+    class Never:
+        def places(self, length):
+            return False
+
+    with Runner.open(install["llama"], kernels="host") as runner:
+        how = DecodeStep(runner.model, [*runner.model.make_cache(), Never()]).how
+        assert how == "one operation after the other, because a state is not written in place"
 
 
 @needs_compiler

@@ -155,7 +155,7 @@ class Runner:
         chosen_on_host = self.experts is not None and self.experts.on_host
         arrays = self.experts.arrays if self.experts else ()
         self._step = DecodeStep(model, self._cache, fixed=not chosen_on_host, arrays=arrays)
-        self._looks_ahead = model.backend.device == "gpu" and not chosen_on_host
+        self._looks_ahead = model.backend.device == "gpu" and not chosen_on_host and not model.looks_up
         self._ahead: _Begun | None = None
         self._last: _Begun | None = None
 
@@ -218,7 +218,7 @@ class Runner:
 
         def run(length: int) -> list[Any]:
             caches = self.model.make_cache(self.max_context)
-            mx.eval(self.model(mx.zeros((1, length), mx.int32), cache=caches), self.model.warm_up(self.max_context))
+            mx.eval(self.model(mx.zeros((1, length), mx.int32), cache=caches))
             return caches
 
         lengths = [length for length in WARM_UP_ROWS if length <= self.max_context]
@@ -231,7 +231,7 @@ class Runner:
                 for _ in range(min(STEPS_TO_SETTLE, self.max_context - caches[0].offset)):
                     mx.eval(self._step(0, caches))
         if self.experts:
-            self.experts.compile_kernels(WARM_UP_ROWS)
+            self.experts.compile_kernels()
         self.model.backend.counters.clear()
 
     @property

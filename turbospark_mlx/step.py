@@ -3,7 +3,8 @@
 Every operation of a pass costs time in Python and MLX before it costs any on the device. The operations of a step are
 the same for every token, so they are found once, by running the model, and then run together: on a GPU as one compiled
 graph (``mx.compile``), on a CPU as one list of kernels and buffers. What differs between tokens is in arrays: the
-token, its position, the rotations there. Keys and values are written in place, so that nothing else comes back.
+token, its position, the rotations there, and what a model finds by it on the host. Keys and values are written in
+place, so that nothing else comes back.
 
 A step notices parameters and modules that were replaced, and finds its operations again. It cannot notice a method that
 was patched on a class.
@@ -24,8 +25,10 @@ from turbospark_mlx.custom_kernels.backends.replay import NotRecordable, Recordi
 from turbospark_mlx.families.layers import Module, Positions, RoPE
 from turbospark_mlx.protocols import LayerCache
 
-Buffers = mx.array | tuple[mx.array, ...]
+Buffers = mx.array | tuple["Buffers", ...]
 """What one layer's kernels write a token into."""
+Found = dict[str, np.ndarray]
+"""``CausalModel.look_up``: what a pass is given beside its token."""
 
 
 class _PlacedState:
@@ -39,6 +42,11 @@ class _PlacedState:
 
     def place(self, length: int, shapes: Sequence, dtypes: object) -> Buffers:
         return self._buffers
+
+    @property
+    def parts(self) -> list[_PlacedState]:
+        """Those of a ``JointState``."""
+        return [_PlacedState(buffers) for buffers in self._buffers]
 
     def written(self, output: mx.array) -> None:
         """The logits, which depend on every output, are given to the cache instead."""
@@ -60,8 +68,14 @@ class _StepPositions(Positions):
         raise NotRecordable("an operation takes the position as a number")
 
 
-def _logits(model: nn.Module, token: mx.array, states: Sequence[Any], positions: Positions) -> mx.array:
-    return model.head(model.hidden(token, states, positions=positions))[0, 0].astype(mx.float32)
+def _logits(
+    model: nn.Module, token: mx.array, states: Sequence[Any], positions: Positions, found: dict[str, mx.array]
+) -> mx.array:
+    return model.head(model.hidden(token, states, positions=positions, **found))[0, 0].astype(mx.float32)
+
+
+def _arrays(found: Found) -> dict[str, mx.array]:
+    return {name: mx.array(array) for name, array in found.items()}
 
 
 class _Contents:
@@ -105,7 +119,7 @@ class DecodeStep:
         self._model, self._arrays = model, arrays
         backend: Backend = model.backend
         self._ropes: list[RoPE] | None = None
-        self._run: Callable[[mx.array | int, int, list[Buffers]], mx.array] | None = None
+        self._run: Callable[[mx.array | int, int, Found, list[Buffers]], mx.array] | None = None
         self.how = "one operation after the other"
         if not fixed:
             self.how += ", because experts are chosen on the way"
@@ -127,11 +141,12 @@ class DecodeStep:
         ``cache`` moves on by one token. Whoever catches an error trims it.
         """
         offset = cache[0].offset
+        found = self._model.look_up(token, cache)
         if self._run is not None and all(layer.arrays for layer in cache):
             buffers = [layer.place(1) for layer in cache]
             try:
                 known = self._contents is not None and self._contents.unchanged()
-                logits = (self._run if known else self._first)(token, offset, buffers)
+                logits = (self._run if known else self._first)(token, offset, found, buffers)
                 for layer in cache:
                     layer.written(logits)
                 return logits
@@ -139,12 +154,13 @@ class DecodeStep:
                 self._run, self.how = None, f"one operation after the other, because {reason}"
                 for layer in cache:
                     layer.trim(1)
-        return _logits(self._model, _ids(token), cache, Positions(offset, 1))
+        return _logits(self._model, _ids(token), cache, Positions(offset, 1), _arrays(found))
 
-    def _first(self, token: int | mx.array, offset: int, buffers: list[Buffers]) -> mx.array:
+    def _first(self, token: int | mx.array, offset: int, found: Found, buffers: list[Buffers]) -> mx.array:
         """Run the model as it is, to learn which rotations it asks for."""
         positions = Positions(offset, 1)
-        logits = _logits(self._model, _ids(token), [_PlacedState(buffer) for buffer in buffers], positions)
+        states = [_PlacedState(buffer) for buffer in buffers]
+        logits = _logits(self._model, _ids(token), states, positions, _arrays(found))
         self._ropes, self._contents = positions.ropes, _Contents(self._model)
         self._compiled = self._recorded = None
         return logits
@@ -152,26 +168,26 @@ class DecodeStep:
     def _tables(self, offset: int) -> list[np.ndarray]:
         return [rope.table(offset, 1) for rope in self._ropes]
 
-    def _run_compiled(self, token: int | mx.array, offset: int, buffers: list[Buffers]) -> mx.array:
+    def _run_compiled(self, token: int | mx.array, offset: int, found: Found, buffers: list[Buffers]) -> mx.array:
         if self._compiled is None:
 
-            def step(token, start, tables, buffers):
+            def step(token, start, tables, found, buffers):
                 positions = _StepPositions(start, dict(zip(self._ropes, tables, strict=True)))
-                return _logits(self._model, token, [_PlacedState(buffer) for buffer in buffers], positions)
+                return _logits(self._model, token, [_PlacedState(buffer) for buffer in buffers], positions, found)
 
             self._compiled = mx.compile(step)
         tables = [mx.array(table) for table in self._tables(offset)]
         try:
-            return self._compiled(_ids(token), mx.array([offset], mx.int32), tables, buffers)
+            return self._compiled(_ids(token), mx.array([offset], mx.int32), tables, _arrays(found), buffers)
         except (ValueError, RuntimeError) as error:
             raise NotRecordable(f"it cannot be traced: {error}") from error
 
-    def _run_recorded(self, token: int, offset: int, buffers: list[Buffers]) -> mx.array:
-        tables = self._tables(offset)
+    def _run_recorded(self, token: int, offset: int, found: Found, buffers: list[Buffers]) -> mx.array:
+        new = (token, offset, self._tables(offset), found)
         if self._recorded is None or not self._recorded.moved_to(buffers):
-            self._recorded = _Recorded(self._model, self._arrays, self._ropes, (token, offset, tables), buffers)
+            self._recorded = _Recorded(self._model, self._arrays, self._ropes, new, buffers)
             return self._recorded.logits
-        return self._recorded(token, offset, tables)
+        return self._recorded(*new)
 
 
 def _ids(token: int | mx.array) -> mx.array:
@@ -186,31 +202,33 @@ class _Recorded:
         model: nn.Module,
         arrays: Sequence[mx.array],
         ropes: list[RoPE],
-        first: tuple[int, int, list[np.ndarray]],
+        first: tuple[int, int, list[np.ndarray], Found],
         buffers: list[Buffers],
     ):
         self._buffers = buffers
-        self._inputs = [mx.zeros((1, 1), mx.int32), mx.zeros((1,), mx.int32), *map(mx.array, first[2])]
-        mx.eval(self._inputs, buffers)
+        ids, start, rotations = mx.zeros((1, 1), mx.int32), mx.zeros((1,), mx.int32), list(map(mx.array, first[2]))
+        found = _arrays(first[3])
+        inputs = [ids, start, *rotations, *found.values()]
+        mx.eval(inputs, buffers)
         lent = [array for _, array in tree_flatten(buffers)]
-        self._memory = [np.array(array, copy=False) for array in self._inputs]
+        self._memory = [np.array(array, copy=False) for array in inputs]
         self._tell(*first)
-        ids, start, *rotations = self._inputs
         positions = _StepPositions(start, dict(zip(ropes, rotations, strict=True)))
-        known = [*self._inputs, *arrays, *(array for _, array in tree_flatten(model.parameters()))]
+        states = [_PlacedState(buffer) for buffer in buffers]
+        known = [*inputs, *arrays, *(array for _, array in tree_flatten(model.parameters()))]
         with Recording(known, lent) as self._recording:
-            self._recording.finish(_logits(model, ids, [_PlacedState(buffer) for buffer in buffers], positions))
+            self._recording.finish(_logits(model, ids, states, positions, found))
 
     @property
     def logits(self) -> mx.array:
         """What the last run gave."""
         return mx.array(self._recording.result)
 
-    def _tell(self, token: int, offset: int, tables: list[np.ndarray]) -> None:
-        ids, start, *rotations = self._memory
+    def _tell(self, token: int, offset: int, tables: list[np.ndarray], found: Found) -> None:
+        ids, start, *others = self._memory
         ids[0, 0], start[0] = token, offset
-        for memory, table in zip(rotations, tables, strict=True):
-            memory[...] = table
+        for memory, new in zip(others, [*tables, *found.values()], strict=True):
+            memory[...] = new
 
     def moved_to(self, buffers: list[Buffers]) -> bool:
         """Go over to ``buffers``; False where they are not like those that were recorded."""
@@ -225,7 +243,7 @@ class _Recorded:
         self._buffers = buffers
         return True
 
-    def __call__(self, token: int, offset: int, tables: list[np.ndarray]) -> mx.array:
-        self._tell(token, offset, tables)
+    def __call__(self, token: int, offset: int, tables: list[np.ndarray], found: Found) -> mx.array:
+        self._tell(token, offset, tables, found)
         self._recording.replay()
         return self.logits

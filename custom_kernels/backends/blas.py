@@ -6,11 +6,15 @@ through views of their memory, so these functions evaluate their inputs and cann
 
 from __future__ import annotations
 
+import threading
+from math import prod
+
 import mlx.core as mx
 import numpy as np
 
 from turbospark_mlx.custom_kernels import lookup
 from turbospark_mlx.custom_kernels.backends import host
+from turbospark_mlx.custom_kernels.backends.kernel import Launch
 
 SCRATCH_BYTES = 8 << 20
 QUERY_TILE = 128
@@ -26,6 +30,18 @@ def empty(shape: tuple[int, ...]) -> tuple[mx.array, np.ndarray]:
     """A float32 array to be filled, and a view of it to be written. MLX makes an array of numpy's memory by copying."""
     array = mx.zeros(shape)
     return array, np.array(array, copy=False)
+
+
+_scratch = threading.local()
+
+
+def in_scratch(call: Launch, inputs: tuple[mx.array | np.ndarray | None, ...]) -> np.ndarray:
+    """The float32 output of a kernel, in memory that this thread's next call writes again. Memory anew for every tile
+    would cost the system more than the tile costs us."""
+    shape = call.output_shapes[0]
+    if getattr(_scratch, "tile", np.empty(0)).size < prod(shape):
+        _scratch.tile = np.empty(max(prod(shape), SCRATCH_BYTES // 4), np.float32)
+    return host.run(call, inputs, into=(_scratch.tile[: prod(shape)].reshape(shape),))[0]
 
 
 def _tiles(rows: int, row_bytes: int):
@@ -57,7 +73,7 @@ def affine_matmul(x, weight, scales, biases, *, bits: int, group_size: int, bias
             ids = mx.array(np.arange(start, stop, dtype=np.int32))
             shape = (stop - start,)
             call = lookup.plan("host", shape, rows, columns, bits, group_size, scales.dtype, mx.float32)
-            return host.run(call, (ids, weight, scales, biases))[0]
+            return in_scratch(call, (ids, weight, scales, biases))
         # mx.dequantize computes in the companions' dtype, which is both wrong and slow in half precision.
         s, b = (a[start:stop].astype(mx.float32) for a in (scales, biases))
         return view(mx.dequantize(weight[start:stop], s, b, group_size=group_size, bits=bits))

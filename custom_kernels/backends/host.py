@@ -162,13 +162,16 @@ def rehearse(passes: Iterable[Callable[[], object]]) -> None:
         prepared(call)
 
 
-def run(call: Launch, inputs: tuple[mx.array | None, ...]) -> tuple[np.ndarray, ...]:
-    """Run one kernel, wait for it, and return its outputs."""
+def run(
+    call: Launch, inputs: tuple[mx.array | None, ...], into: tuple[np.ndarray, ...] | None = None
+) -> tuple[np.ndarray, ...]:
+    """Run one kernel, wait for it, and return its outputs, which are new unless there is memory to write them
+    ``into``."""
     if watch.calls is not None:
         watch.calls.append(call)
         return tuple(np.zeros(shape, NUMPY_TYPES[dtype]) for _, shape, dtype in call.present_outputs)
     address, reads, made = prepared(call)
-    outputs = tuple(np.empty(shape, dtype) for shape, dtype in made)
+    outputs = into or tuple(np.empty(shape, dtype) for shape, dtype in made)
     library, threads = runtime()
     inputs = tuple(given(inputs))
     while status := library.launch(address, inputs, reads, outputs, *call.groups, threads):

@@ -5,7 +5,7 @@
     // H / KV * L query rows read one KV head; a threadgroup takes QUERIES of them and chunk y of the keys. Simdgroups
     // take KEYS keys at a time and keep a running peak, total and sum (Milakov and Gimelshein, 2018), which are merged in
     // threadgroup memory.
-    // With INDEXED the keys are those at positions [B, P], in that order, instead, and there is one query.
+    // With INDEXED there is one query, and the keys are those at the first start + 1 of positions [B, P], in that order.
     // A row of the result is one head of one token, [B, L, H, E]. Where there is one chunk, out [rows, E] is that result,
     // sinks included, and times the sigmoids of gates where GATES > 0 (sigmoid_gate.h). Otherwise out [rows, chunks, E], peaks
     // and totals [rows, chunks] go to attention_decode_combine.
@@ -31,7 +31,7 @@
                                       : (const device KV_T*)v + kv_row / KV * v_strides[0] + kv_row % KV * v_strides[1];
 
     const int last_row = int(k_shape[CACHE + 2]) - 1;
-    const int length = INDEXED ? int(positions_shape[1]) : min(int(start[0]) + rows_a_head, last_row + 1);
+    const int length = min(int(start[0]) + rows_a_head, INDEXED ? int(positions_shape[1]) : last_row + 1);
     const int oldest = WINDOW > 0 ? max(0, length - rows_a_head - WINDOW + 1) : 0;
     const int span = (length - oldest + int(chunks) - 1) / int(chunks);
     const int begin = oldest + int(chunk) * span;

@@ -1,5 +1,6 @@
-    // Rows ids [COUNT] of an affine-quantized table [V, K]: out [COUNT, K] = (scale * q + bias) * SCALE. Threadgroups share the rows
-    // out among themselves and their threads the blocks of a row. An id outside the table reads its nearest row.
+    // Rows ids [COUNT] of an affine-quantized table [V, K]: out [COUNT, COPIES, K] = (scale * q + bias) * SCALE, the same for each
+    // copy. Threadgroups share the rows out among themselves and their threads the blocks of a row. An id outside the table reads
+    // its nearest row.
     constexpr uint BLOCKS = K / 32;
     const float scale = as_type<float>(SCALE_BITS);
     const uint self = simdgroup_index_in_threadgroup * SIMD_WIDTH + thread_index_in_simdgroup;
@@ -13,7 +14,11 @@
         UNROLL
         for (uint j = 0; j < 4; ++j) {
           const Eight weights = unpack_chunk<BITS>(from.words, j);
-          store_eight(out + row * K + block * 32 + j * 8, weights, float(from.scale) * scale, float(from.offset) * scale);
+          UNROLL
+          for (uint copy = 0; copy < COPIES; ++copy) {
+            device T* to = out + (row * COPIES + copy) * K + block * 32 + j * 8;
+            store_eight(to, weights, float(from.scale) * scale, float(from.offset) * scale);
+          }
         }
       }
     }

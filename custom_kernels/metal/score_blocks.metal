@@ -14,18 +14,20 @@
     const uint step = threadgroups_per_grid.x * simdgroups_per_threadgroup;
     uint n = threadgroup_position_in_grid.x * simdgroups_per_threadgroup + simdgroup_index_in_threadgroup;
     for (; n < N; n += step) {
-      float key[COUNT], score = 0.0f;
-      load_lane<D, COUNT>(keys + b * keys_strides[0] + n * keys_strides[1], keys_strides[2], lane, key);
-      UNROLL
-      for (uint h = 0; h < HEADS; ++h) {
-        float dot = 0.0f;
+      float key[COUNT], score = n < whole ? 0.0f : -INFINITY;
+      if (n < whole) {
+        load_lane<D, COUNT>(keys + b * keys_strides[0] + n * keys_strides[1], keys_strides[2], lane, key);
         UNROLL
-        for (uint c = 0; c < COUNT; ++c) {
-          dot += query[h][c] * key[c];
+        for (uint h = 0; h < HEADS; ++h) {
+          float dot = 0.0f;
+          UNROLL
+          for (uint c = 0; c < COUNT; ++c) {
+            dot += query[h][c] * key[c];
+          }
+          score += max(simd_sum(dot), 0.0f);
         }
-        score += max(simd_sum(dot), 0.0f);
       }
       if (lane == 0) {
-        scores[(b * L + l) * N + n] = n < whole ? score * as_type<float>(SCALE_BITS) : -INFINITY;
+        scores[(b * L + l) * N + n] = score * as_type<float>(SCALE_BITS);
       }
     }

@@ -139,12 +139,12 @@ class Qwen4Config(HybridSizes):
 
     def kv_bytes(self, context: int, itemsize: int) -> int:
         """Bytes that the caches of one sequence of ``context`` tokens take with elements of ``itemsize`` bytes."""
-        blocks = context // self.indexer_compress_ratio
+        blocks = max(1, context // self.indexer_compress_ratio)
         rows = 2 * context * self.num_key_value_heads * self.head_dim + (context + blocks) * self.indexer_head_dim
         recurrent = sum(map(self.recurs, range(self.num_hidden_layers)))
         total = recurrent * self.state_bytes(itemsize) + (self.num_hidden_layers - recurrent) * rows * itemsize
         if self.ple_layer is not None:
-            total += STATES_KEPT * (self.ngram_tail * self.wide * itemsize + (self.ngram_size - 1) * 4)
+            total += STATES_KEPT * self.ngram_tail * self.wide * itemsize + 4 * context
         return total
 
     def to_manifest(self) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -91,8 +91,8 @@ def test_the_published_configuration():
     assert (config.block_top_k, config.ngram_tail, config.ngram_width) == (512, 9, 160)
     assert (config.ple_layer, config.seed, config.linear_gate) == (1, 1234, "sigmoid")
     assert [n for n in range(9) if not config.recurs(n)] == [3, 7]
-    # 12 layers of keys and values and of the indexer's keys, 36 of three states, and three of what is known of n-grams.
-    states = 36 * 3 * (3 * 2**20 + 60 * 1024) + 3 * (9 * 10240 * 2 + 8)
+    # 12 layers of keys and values and of the indexer's keys, 36 of three states, three tails of n-grams and 4 ids.
+    states = 36 * 3 * (3 * 2**20 + 60 * 1024) + 3 * 9 * 10240 * 2 + 4 * 4
     assert config.kv_bytes(4, 2) == 12 * (4 * 2048 + 5 * 256) + states
     assert config.centered_norms
 

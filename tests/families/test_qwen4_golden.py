@@ -81,15 +81,8 @@ def test_a_budget_beyond_the_context_takes_nothing(tmp_path):
     with Runner.open(path, kernels="host") as runner:
         runner.prefill(PROMPT[:24])
         assert np.isfinite(np.array(runner.decode(PROMPT[24]))).all()
-
-
-@pytest.mark.skipif(not compiler.candidates(), reason="no C++ compiler")
-def test_a_step_says_from_the_first_how_it_runs(tmp_path):
-    with Runner.open(make_tiny_install("qwen4", tmp_path / "x.gturbo"), kernels="host") as runner:
-        before = runner.report().decode_step
-        runner.decode(0)
-        assert before == runner.report().decode_step
-        assert before == "one operation after the other, because a state is not written in place"
+        assert np.isfinite(np.array(runner.decode(PROMPT[25]))).all()
+        assert runner.report().decode_step == "one list of kernels"
 
 
 @pytest.mark.skipif(not compiler.candidates(), reason="no C++ compiler")

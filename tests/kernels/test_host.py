@@ -148,8 +148,8 @@ def test_rows_times_gates(backend, rng, rows):
 def test_one_gate_for_several_neighbours(backend, rng, activation, limit):
     """As a gate of a whole head: each of 5 is for 7 values."""
     gate, up = normal(rng, 2, 3, 5) * 3, normal(rng, 2, 3, 35)
-    expected = oracle.gated(np.repeat(oracle.float64(gate), 7, axis=-1), oracle.float64(up), activation, limit)
-    options = {"activation": activation, "limit": limit}
+    expected = oracle.gated(np.repeat(oracle.float64(gate), 7, axis=-1) / 4, oracle.float64(up) / 4, activation, limit)
+    options = {"activation": activation, "limit": limit, "scale": 0.25}
     assert oracle.relative_error(ck.gated_product(gate, up, **options, backend=backend), expected) < 1e-6
     assert oracle.relative_error(gated.gated_product_reference(gate, up, **options), expected) < 1e-6
     assert backend.counters == {("gated_product", "kernel"): 1}

@@ -11,6 +11,8 @@ from turbospark_mlx.custom_kernels import gemv
 from turbospark_mlx.custom_kernels.append_attention import append_attention_reference
 from turbospark_mlx.custom_kernels.backends import Backend
 from turbospark_mlx.custom_kernels.delta_net import gated_delta_step_reference
+from turbospark_mlx.custom_kernels.dilated import dilated_convolution_step_reference
+from turbospark_mlx.custom_kernels.indexer import index_append_reference
 from turbospark_mlx.custom_kernels.latent_attention import latent_attention_reference
 
 Call = tuple[Callable[..., mx.array], list[mx.array]]
@@ -96,8 +98,8 @@ def attend(backend, heads, kv_heads, length, keys, head_dim, value_dim, dtype, k
     return call, arrays
 
 
-def elementwise(backend, shape, activation, dtype, *, share=1):
-    options = {"activation": activation} | ({"limit": 0.5} if activation == "clamped_swiglu" else {})
+def elementwise(backend, shape, activation, dtype, *, share=1, **more):
+    options = {"activation": activation} | more | ({"limit": 0.5} if activation == "clamped_swiglu" else {})
     wide = (*shape[:-1], shape[-1] * share)
     arrays = [normal(*shape, dtype=dtype), normal(*wide, dtype=mx.float32)]
     return partial(ck.gated_product, **options, backend=backend), arrays
@@ -314,18 +316,61 @@ def sparse(backend, length, heads, width, keys, block, top_k, dtype, kv_dtype):
         return mx.where(scores == -mx.inf, -1.0, scores)
 
     yield score, [normal(1, heads, length, width, dtype=dtype), normal(1, blocks, width, dtype=kv_dtype)]
-    last, sizes = mx.array([keys - 1], mx.int32), {"keys": keys, "block": block, "top_k": top_k}
+    last = mx.array([keys - 1], mx.int32)
     scores = mx.maximum(normal(2, blocks), 0.0)
     scores = mx.where(mx.arange(blocks) % 4 == 1, mx.roll(scores, 1, axis=1), scores)
 
     def choose(scores):
-        return ck.choose_positions(scores, last, **sizes, backend=backend)
+        return ck.choose_positions(scores, last, block=block, top_k=top_k, backend=backend)
 
     yield choose, [scores]
+    yield choose, [mx.concatenate([scores, mx.full((2, 70), 9.0)], axis=1)]
     chosen = np.sort(np.random.default_rng(keys).permutation(keys)[: top_k * block])
-    arrays = [normal(1, 6, 1, width, dtype=dtype), *[normal(1, 2, keys, width, dtype=kv_dtype)] * 2]
+    chosen = mx.array(np.pad(chosen, (0, block - 1))[None].astype(np.int32))
     listed = partial(ck.indexed_attention, scale=0.125, backend=backend)
-    yield listed, [*arrays, mx.array(chosen[None].astype(np.int32))]
+    cache, ends = normal(2, 1, 2, keys, width, dtype=kv_dtype), mx.array([top_k * block - 1], mx.int32)
+
+    def attend_to(q, kv, gates=None):
+        return listed(q, kv, chosen, ends, gates=gates)
+
+    yield attend_to, [normal(1, 6, 1, width, dtype=dtype), cache]
+    yield attend_to, [normal(1, 6, 1, width, dtype=dtype), cache, normal(1, 1, 16 * width, dtype=dtype)]
+
+
+def index(backend, heads, width, block, token, dtype):
+    """One token of an indexer, behind ``token`` others."""
+    pairs, start = width // 4, mx.array([token], mx.int32)
+    arrays = [normal(1, 1, (heads + 1) * width, dtype=dtype), normal(width, dtype=dtype), normal(width)]
+    arrays += [normal(1, pairs, 2), normal(1, pairs, 2) * 0.5]
+    arrays += [normal(1, 1, 1, token + 3, width, dtype=dtype), normal(1, 1, 1, token // block + 2, width, dtype=dtype)]
+    options = {"block": block, "eps": 1e-6, "centered": heads % 2 == 0}
+
+    def call(rows, q_norm, k_norm, *rest):
+        norms = options | {"q_norm": q_norm, "k_norm": k_norm}
+        rotation, block_rotation, keys, blocks = rest
+        if not ck.index_appends(rows, backend):
+            return index_append_reference(rows, *rest, start, **norms)
+        keys, blocks = keys + 0, blocks + 0  # the test's own are not to change
+        given = rows, rotation, block_rotation, keys, blocks, start
+        return ck.index_append(*given, **norms, backend=backend), keys, blocks
+
+    return call, arrays
+
+
+def convolution(backend, width, taps, apart, dtype, weight_dtype):
+    """One token of a dilated convolution, whose state lies in slots."""
+    arrays = [normal(2, 1, width, dtype=dtype) * scale for scale in (1.0, 0.5, 2.0)]
+    arrays += [normal(3, 2, (taps - 1) * apart, width, dtype=dtype), normal(width, taps, dtype=weight_dtype)]
+
+    def call(x, told, residual, tail, weight):
+        start = mx.array([5], mx.int32)
+        if not ck.convolves(x, backend):
+            return dilated_convolution_step_reference(x, told, residual, tail, start, weight, apart=apart)
+        tail = tail + 0  # the test's own are not to change
+        given = x, told, residual, tail, start, weight
+        return ck.dilated_convolution_step(*given, apart=apart, backend=backend), tail
+
+    return call, arrays
 
 
 def router(backend, rows, hidden, experts, top_k, dtype, weights, *, normalize, arounds=False, biased=False, **options):
@@ -440,6 +485,7 @@ def variants(backend: Backend) -> Iterator[Call]:
         yield look_up(backend, 1, bits, 64, mx.bfloat16)
         yield look_up(backend, 9, bits, 64, mx.float32)
         yield look_up(backend, 1, bits, 64, mx.float16, scale=53.0)
+        yield look_up(backend, 2, bits, 64, mx.bfloat16, copies=4)
     for dtype in DTYPES:
         yield epilogue(backend, 1, 32, 8, 128, dtype, normed=False)
         yield epilogue(backend, 3, 4, 2, 64, dtype, normed=True)
@@ -464,6 +510,7 @@ def variants(backend: Backend) -> Iterator[Call]:
         for activation in gemv.ACTIVATIONS:
             yield elementwise(backend, (1, 3, 257), activation, dtype)
         yield elementwise(backend, (1, 3, 16), "sigmoid", dtype, share=256)
+        yield elementwise(backend, (1, 1, 320), "sigmoid", dtype, scale=0.25)
     for rows in (1, 8):
         yield router(backend, rows, None, 128, 8, mx.float32, mx.bfloat16, normalize=True, arounds=True, scale=2.5)
         yield router(backend, rows, 64, 8, 2, mx.float32, mx.bfloat16, normalize=True)
@@ -482,6 +529,10 @@ def variants(backend: Backend) -> Iterator[Call]:
         yield from streams(backend, (2, 3, 240), 3, dtype)
         yield from sparse(backend, 1, 4, 128, 403, 4, 64, dtype, dtype)
         yield from sparse(backend, 3, 2, 24, 95, 8, 3, dtype, mx.float16)
+        yield from sparse(backend, 1, 2, 24, 30, 8, 5, dtype, dtype)
+        for token in (0, 6, 7):
+            yield index(backend, 4, 128, 4, token, dtype)
+        yield convolution(backend, 300, 4, 3, dtype, mx.bfloat16)
     for dtype in DTYPES:
         yield step(backend, 1, 40, 21, 64, dtype)
         yield step(backend, 1, 300, 290, 128, dtype, normed=True)
@@ -581,6 +632,8 @@ def awkward(backend: Backend) -> Iterator[Call]:
         yield from streams(backend, (3, 1, 5, 77), 7, dtype)
         yield from sparse(backend, 8, 5, 44, 1003, 3, 100, dtype, mx.bfloat16)
         yield from sparse(backend, 1, 1, 128, 9000, 4, 512, dtype, dtype)
+        yield index(backend, 3, 20, 3, 5, dtype)
+        yield convolution(backend, 77, 2, 1, dtype, dtype)
         yield rotate(backend, (2, 3, 5, 23), 10, dtype, interleaved=True)
     for dtype in DTYPES:
         for bits in (3, 4, 8):

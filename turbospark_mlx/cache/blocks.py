@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
@@ -21,7 +21,7 @@ class BlockKeys:
         """``max_length`` bounds the capacity in tokens; None lets it grow."""
         self._block = block
         self._tokens = LatentKV(max_length)
-        self._blocks = LatentKV(None if max_length is None else max_length // block)
+        self._blocks = LatentKV(None if max_length is None else max(1, max_length // block))
 
     def append(self, keys: mx.array, pool: Callable[[mx.array, int], mx.array]) -> mx.array:
         """Append ``keys [B, L, D]``; returns those of all whole blocks ``[B, blocks, D]``.
@@ -56,8 +56,24 @@ class BlockKeys:
         return self._tokens.nbytes + self._blocks.nbytes
 
     def places(self, length: int) -> bool:
-        """Rows are never written in place: no kernel makes one as a whole."""
-        return False
+        """Whether a kernel may write ``length`` more keys itself: one, and that of the block which it may complete."""
+        return length == 1
+
+    def place(self, length: int, shape: Sequence[int] = (), dtype: mx.Dtype | None = None) -> tuple[mx.array, mx.array]:
+        """Make room for one more token; returns the buffers of tokens' keys ``[1, B, 1, capacity, D]`` and of blocks'.
+
+        ``shape (B, D)`` and ``dtype`` are for the first of all. A kernel then writes position ``p`` into row ``p`` of
+        the first and, where ``p`` is the last of block ``n``, row ``n`` of the second; an output of it is given to
+        `written`.
+        """
+        tokens = self._tokens.place(length, (*shape[:1], 1, *shape[1:]), dtype)
+        fresh = self._tokens.offset // self._block - self._blocks.offset
+        return tokens, self._blocks.place(fresh, (tokens.shape[1], 1, tokens.shape[4]), tokens.dtype)
+
+    def written(self, output: mx.array) -> None:
+        """``output`` exists once the rows of `place` do."""
+        self._tokens.written(output)
+        self._blocks.written(output)
 
     @property
     def state(self) -> tuple:

@@ -48,6 +48,15 @@ class JointState:
         """Whether kernels may write ``length`` more tokens into every part themselves."""
         return all(part.places(length) for part in self.parts)
 
+    def place(self, length: int) -> tuple[Any, ...]:
+        """Make room for ``length`` more tokens in every part, each of which has some already; returns their buffers."""
+        return tuple(part.place(length) for part in self.parts)
+
+    def written(self, output: Any) -> None:
+        """``output`` exists once what `place` made room for does, in every part."""
+        for part in self.parts:
+            part.written(output)
+
     def make_mask(self, N: int, **options: Any) -> Any:
         """The mask of the next ``N`` tokens in mlx-lm's terms."""
         return self.parts[0].make_mask(N, **options)

@@ -93,7 +93,8 @@ class _KV:
         if self._buffer is not None and self._held():
             self._settle()
             self._buffer, self._given_out = self._buffer * mx.array(1, self._buffer.dtype), False
-        rows = end if self._most is None else min(end, self._most)
+        # A kernel that writes no row this time is given a buffer all the same.
+        rows = max(1, end) if self._most is None else min(max(1, end), self._most)
         if rows > self._capacity():
             like = self._buffer
             update = (self._planes, *shape[:2], length, shape[2]) if like is None else like.shape

@@ -26,8 +26,7 @@ KEPT = 2
 SLOTS = KEPT + 1
 """States of a buffer: that after ``n`` tokens lies in slot ``n % SLOTS``."""
 
-_Arrays = tuple[mx.array | None, mx.array | None]
-_EMPTY: _Arrays = (None, None)
+_Arrays = tuple[mx.array | None, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,9 +47,9 @@ class _Point:
 
 
 class RecurrentState:
-    """``state[0]`` are the rows that a convolution needs again, ``state[1]`` is the recurrent state; None before the
-    first token. A layer sets both to new arrays and calls `advance`, as with mlx-lm's ``ArraysCache``, or has a kernel
-    write them (`place`).
+    """``state[0]`` are the rows that a convolution needs again, ``state[1]`` is the recurrent state where there is one;
+    None before the first token. A layer sets them to new arrays and calls `advance`, as with mlx-lm's ``ArraysCache``,
+    or has a kernel write them (`place`).
 
     ``offset`` is the number of tokens seen.
     """
@@ -58,11 +57,13 @@ class RecurrentState:
     lengths = None
     """mlx-lm's lengths of the rows of a batch: all tokens count here."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int = 2) -> None:
+        """``count`` is the number of arrays."""
         self.offset = 0
         # What was set, or taken out of a slot, of the state after ``offset`` tokens; None where neither has happened.
         self._now: list[mx.array | None] | None = None
-        self._points = [_Point(0, _EMPTY)]
+        self._empty: _Arrays = (None,) * count
+        self._points = [_Point(0, self._empty)]
         self._history = History()
         self._writer: mx.array | None = None
 
@@ -102,8 +103,8 @@ class RecurrentState:
 
     def place(
         self, length: int, shapes: Sequence[Sequence[int]] = (), dtypes: Sequence[mx.Dtype] = ()
-    ) -> tuple[mx.array, mx.array]:
-        """Make room for the state behind one more token; returns the buffers ``[SLOTS, ...]`` of both arrays.
+    ) -> tuple[mx.array, ...]:
+        """Make room for the state behind one more token; returns the buffers ``[SLOTS, ...]`` of the arrays.
 
         ``shapes`` and ``dtypes`` of the arrays are for the first token of all. A kernel then reads slot ``offset %
         SLOTS``, with the offset of before, and writes the next one itself; an output of that kernel is given to
@@ -121,7 +122,7 @@ class RecurrentState:
         self._now = None
         return buffers
 
-    def _placed(self) -> tuple[mx.array, mx.array]:
+    def _placed(self) -> tuple[mx.array, ...]:
         """New buffers with the last states in their slots, so that no other memory is held for them."""
         recent = [p for p in self._points if self.offset - p.offset < KEPT and p.arrays[0] is not None]
         states = {point.offset % SLOTS: self._taken(point) for point in recent}
@@ -157,11 +158,11 @@ class RecurrentState:
         """No mask: every token counts."""
 
     @property
-    def state(self) -> tuple[mx.array | None, mx.array | None, int]:
+    def state(self) -> tuple[mx.array | int | None, ...]:
         return (*self._current(), self.offset)
 
     @state.setter
-    def state(self, state: tuple[mx.array | None, mx.array | None, int]) -> None:
+    def state(self, state: tuple[mx.array | int | None, ...]) -> None:
         *arrays, self.offset = state
         self._now, self._points = None, [_Point(self.offset, tuple(arrays))]
         self._history, self._writer = History(), None
@@ -179,7 +180,7 @@ class RecurrentState:
         Raises ContextError where the state of then was not kept.
         """
         target = self.offset - min(n, self.offset)
-        kept = [point for point in self._points if point.offset == target] or [_Point(0, _EMPTY)] * (target == 0)
+        kept = [point for point in self._points if point.offset == target] or [_Point(0, self._empty)] * (target == 0)
         if not kept:
             raise ContextError(
                 f"a recurrent state after {self.offset} tokens cannot go back to {target}: that state was not kept."

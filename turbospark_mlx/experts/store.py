@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import mlx.core as mx
 
 from turbospark_mlx.custom_kernels import ExpertArena, expert_mixture
 from turbospark_mlx.custom_kernels.backends import Backend
+from turbospark_mlx.custom_kernels.experts_cpu import WARM_UP_ROWS
 from turbospark_mlx.errors import OptionError
 from turbospark_mlx.experts.blob import describe, used_bytes
 from turbospark_mlx.experts.chunks import most_rows
@@ -106,14 +107,14 @@ class ExpertStore:
         for layer in self._streamed():
             layer.settle()
 
-    def compile_kernels(self, rows: Iterable[int]) -> None:
-        """Mix zeros, for each number of ``rows`` an expert, so that no kernel is compiled in the middle of an answer.
+    def compile_kernels(self) -> None:
+        """Mix zeros, for many rows an expert and for few, so that no kernel is compiled in the middle of an answer.
         MLX's own operations, which GPUs run, need none."""
         if self._backend.name != "host":
             return
         layers = {layer.arena.blob: layer.arena for _, layer in sorted(self._layers.items(), reverse=True)}
         for blob, arena in layers.items():
-            for count in rows:
+            for count in WARM_UP_ROWS:
                 slots = mx.zeros((count, 1), mx.int32)
                 x = mx.zeros((count, blob.gate.columns))
                 for residual in (None, x):
