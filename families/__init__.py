@@ -37,11 +37,12 @@ def family_for_model_type(model_type: str) -> Family:
 
 
 def family_for_gguf(architecture: str) -> Family:
-    """The family that converts a GGUF file's ``general.architecture``. Raises ConvertError."""
+    """The family of a GGUF file's ``general.architecture``, which may refuse it with a reason of its own. Raises
+    ConvertError and lists what is converted."""
     for family in _families():
         if architecture in family.gguf_architectures:
             return family
-    known = sorted(t for family in _families() for t in family.gguf_architectures)
+    known = sorted(t for family in _families() if family.converts_gguf for t in family.gguf_architectures)
     raise ConvertError(
         f"GGUF: general.architecture is {architecture!r}, which no family of this version converts."
         f" Supported: {', '.join(known)}."

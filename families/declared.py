@@ -56,7 +56,7 @@ class DeclaredFamily:
         self.settle = getattr(weights, "settle", self._settled)
         self.table_facts = getattr(weights, "table_facts", self._no_table)
         self.hf_config_from_gguf, self.gguf_name = gguf.hf_config_from_gguf, gguf.gguf_name
-        self.gguf_rows = gguf.gguf_rows
+        self.gguf_rows, self.converts_gguf = gguf.gguf_rows, not isinstance(gguf, NoGguf)
         self.unused = getattr(weights, "unused", self._all_used)
 
     @staticmethod

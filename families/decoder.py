@@ -12,9 +12,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_flatten
 
 from turbospark_mlx.cache import LinearKV, RingKV
 from turbospark_mlx.custom_kernels import backends
+from turbospark_mlx.errors import InstallError
 from turbospark_mlx.families.layers import AffineEmbedding, AffineLinear, Builder, Format, Module, Positions
 from turbospark_mlx.protocols import ExpertFactory, LayerCache, ModelConfig, RowTable
 
@@ -60,6 +62,9 @@ class CausalModel(Module):
     """What logits are multiplied by, before they are capped."""
     logit_cap: float | None = None
     """c where logits y are capped as c tanh(y / c)."""
+
+    choosers: tuple[str, ...] = (".mlp.gate.", ".router.")
+    """What the names of parameters have in them that choose, so that NaN there may be a choice and not a number."""
 
     expected: Callable[[Any], Mapping[str, tuple[int, ...]]]
     """The family's ``Family.expected``."""
@@ -144,7 +149,13 @@ class CausalModel(Module):
         return self.model.layers
 
     def check(self) -> None:
-        """Raise InstallError where the values that were loaded contradict the configuration."""
+        """Raise InstallError where the values that were loaded contradict the configuration, or cannot choose.
+
+        Whatever else is not finite makes logits that are not finite, by which it is found."""
+        for name, array in tree_flatten(self.parameters()):
+            is_chooser = any(part in name for part in self.choosers) and mx.issubdtype(array.dtype, mx.floating)
+            if is_chooser and not mx.isfinite(array).all().item():
+                raise InstallError(f"model_weights.bin: {name} holds NaN or infinite values. Convert the model again.")
 
     @property
     def looks_up(self) -> bool:

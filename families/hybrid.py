@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from turbospark_mlx.errors import counted
 from turbospark_mlx.families.fields import Fields, arch_sizes
 
 FULL, LINEAR = "full_attention", "linear_attention"
@@ -135,7 +136,9 @@ def check_sizes(fields: Fields, config: Any) -> None:
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     keys, values = config.linear_num_key_heads, config.linear_num_value_heads
     if len(config.layer_types) != config.num_hidden_layers:
-        raise fail(f"{len(config.layer_types)} layer kinds are given for {config.num_hidden_layers} layers.")
+        raise fail(
+            f"{counted(len(config.layer_types), 'layer kind')} for {counted(config.num_hidden_layers, 'layer')}."
+        )
     if heads % kv_heads:
         raise fail(f"{heads} attention heads cannot share {kv_heads} key/value heads evenly.")
     if values % keys:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from turbospark_mlx.errors import ConvertError
+from turbospark_mlx.errors import ConvertError, counted
 
 PREFIX = "language_model."
 """What stands before every name of an install."""
@@ -29,6 +29,7 @@ def split_layer(name: str, checkpoint_name: str, family: str, layers: int) -> tu
     number = int(found[1])
     if number >= layers or str(number) != found[1]:
         raise ConvertError(
-            f"checkpoint: tensor {checkpoint_name!r} is of layer {found[1]}; the configuration has {layers} layers."
+            f"checkpoint: tensor {checkpoint_name!r} is of layer {found[1]}; the configuration has"
+            f" {counted(layers, 'layer')}."
         )
     return number, found[2]

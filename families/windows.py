@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from turbospark_mlx.errors import counted
 from turbospark_mlx.families.fields import Fields, arch_sizes
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -80,7 +81,8 @@ def check_layers(fields: Fields, config: Any) -> None:
         raise fields.error(f"{fields.where}: {heads} attention heads cannot share {kv_heads} key/value heads evenly.")
     if len(config.layer_types) != config.num_hidden_layers:
         raise fields.error(
-            f"{fields.where}: {len(config.layer_types)} layer kinds are given for {config.num_hidden_layers} layers."
+            f"{fields.where}: {counted(len(config.layer_types), 'layer kind')}"
+            f" for {counted(config.num_hidden_layers, 'layer')}."
         )
 
 

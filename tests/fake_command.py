@@ -14,6 +14,7 @@ from turbospark_mlx import cli, runner, store
 
 CONTEXT = 4096
 BACKEND = "host"
+TRAINED = 1 << 20
 DELAY = float(os.environ.get("FAKE_DELAY", "0"))
 
 
@@ -27,7 +28,7 @@ def open_runner(path, *, max_context, **options):
     print(f"opened {path} with {options}", file=sys.stderr)
     context = max_context or CONTEXT
     runner = SlowRunner([n % 26 for n in range(context + 1)], max_context=context)
-    runner.backend = BACKEND
+    runner.backend, runner.model.args.max_position_embeddings = BACKEND, TRAINED
     return runner
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.families.models import config_of
 from turbospark_mlx import memory
-from turbospark_mlx.admission import resolve_context
+from turbospark_mlx.admission import ContextLimit, resolve_context
 from turbospark_mlx.errors import OptionError
 from turbospark_mlx.gturbo.files import spell_bytes
 
@@ -35,7 +35,8 @@ def test_the_trained_length_the_default_or_what_memory_allows(config):
 
 def test_what_is_asked_for_may_take_all_the_room(config):
     room = 1000 * 512 + 4096
-    assert resolve_context(config, 1000, 4, room).tokens == 1000
+    assert resolve_context(config, 1000, 4, room) == ContextLimit(1000, "as asked, beyond the trained length")
+    assert resolve_context(config, 512, 4, room).reason == "as asked"
     with pytest.raises(OptionError, match="Up to 768 tokens fit"):
         resolve_context(config, 1001, 4, room - 1)
 

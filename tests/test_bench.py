@@ -74,6 +74,16 @@ def test_the_command(path, capsys):
     assert "disk" not in out
 
 
+def test_no_disk_is_measured_for_resident_experts(path, capsys, monkeypatch):
+    for name in ("_drop", "_raw_bandwidth"):
+        monkeypatch.setattr(measure, name, lambda *_, **__: pytest.fail("went to the disk"))
+    code, out, _ = bench(capsys, path, *COUNTS, "--residency", "resident", "--json")
+    document = json.loads(out)
+    assert (code, document["residency"], document["raw_bandwidth"], document["cold"]) == (0, "resident", None, False)
+    _, out, _ = bench(capsys, path, *COUNTS, "--residency", "resident")
+    assert "disk       not measured: all experts are in memory" in out.splitlines()
+
+
 def test_a_sweep_is_a_run_a_value(path, capfd):
     code = cli.main(["bench", str(path), *COUNTS, "--sweep", "expert_slots=3,8", "--json"])
     results = json.loads(capfd.readouterr().out)
@@ -119,7 +129,7 @@ def test_wrong_usage(path, capsys, flags, message):
 
 def test_what_does_not_fit_is_refused(path):
     with Runner.open(path, kernels="reference", max_context=30) as runner, Install.open(path) as install:
-        with pytest.raises(ContextError, match="prompt of 20 and 11 more tokens do not fit max_context 30"):
+        with pytest.raises(ContextError, match="max_context 30 has no room for a prompt of 20 and 11 more tokens"):
             measure.measure(runner, install, prompt_tokens=20, tokens=11)
         with pytest.raises(OptionError, match="repeats=0"):
             measure.measure(runner, install, prompt_tokens=20, tokens=5, repeats=0)

@@ -120,6 +120,15 @@ def test_missing_kernels_are_told_with_their_reason(run, monkeypatch):
     assert "note" not in run("generate", "m", "hi")[2]
 
 
+def test_a_context_beyond_the_trained_length_is_told(run, monkeypatch):
+    monkeypatch.setattr(fake_command, "TRAINED", 30)
+    code, out, err = run("generate", "m", "hi", "--max-tokens", "3", "--max-context", "31")
+    assert (code, out) == (0, "abc\n")
+    assert "note: the model was trained for 30 tokens; " in err
+    assert "context of 31 " in err
+    assert "note" not in run("generate", "m", "hi", "--max-tokens", "3", "--max-context", "30")[2]
+
+
 def test_a_missing_half_of_mlx_is_told_in_one_sentence(tmp_path):
     """As after `pip install mlx` on Linux, where the library itself is another package."""
     (tmp_path / "mlx").mkdir()

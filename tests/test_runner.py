@@ -1,7 +1,9 @@
 """The runner: what it refuses, failures in the middle, marks and reuse, threads, and opening installs."""
 
+import itertools
 import os
 import signal
+import sys
 import threading
 import warnings
 
@@ -43,7 +45,7 @@ class TestAdmission:
             ([], "the prompt is empty"),
             ([320], "Token id 320 is not one of this model's, which go from 0 to 319"),
             ([1, -1], "Token id -1"),
-            (list(range(41)), "41 tokens after 0 do not fit max_context 40"),
+            (list(range(41)), "max_context 40 has no room for 41 tokens after 0"),
         ],
     )
     def test_what_cannot_run_is_refused_before_anything_is_computed(self, model, ids, message):
@@ -63,7 +65,7 @@ class TestAdmission:
         with Runner(model, max_context=12) as runner:
             runner.prefill(PROMPT[:11])
             runner.decode(PROMPT[11])
-            with pytest.raises(ContextError, match="1 tokens after 12 do not fit max_context 12"):
+            with pytest.raises(ContextError, match=r"max_context 12 has no room for 1 token after 12\."):
                 runner.decode(1)
             assert runner.position == 12
 
@@ -172,6 +174,57 @@ class TestFailures:
             runner.decode(5)
         monkeypatch.undo()
         self.check(model, runner)
+
+    @pytest.mark.parametrize("is_done", [True, False])
+    @pytest.mark.parametrize("start", [0, 3, 20])
+    @pytest.mark.parametrize("more", [[5], PROMPT[20:24]])
+    def test_ctrl_c_at_an_evaluation_loses_nothing(self, model, monkeypatch, start, more, is_done):
+        """It is heard of when the evaluation has ended, or just before it began."""
+        runner = Runner(model, prefill_chunk=4)
+        if start:
+            runner.prefill(PROMPT[:start])
+        evaluate, interrupts = mx.eval, [signal.SIGINT]
+
+        def interrupted(*arrays):
+            if is_done:
+                evaluate(*arrays)
+            if interrupts:
+                signal.raise_signal(interrupts.pop())
+            if not is_done:
+                evaluate(*arrays)
+
+        monkeypatch.setattr(mx, "eval", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            runner.decode(5) if len(more) == 1 else runner.prefill(more)
+        monkeypatch.undo()
+        self.check(model, runner, PROMPT[:start], more)
+
+    def test_ctrl_c_at_every_line_of_a_pass(self, model):
+        """Wherever it comes, the layers are at one position, which the history has."""
+        for line in itertools.count():
+            runner = Runner(model, prefill_chunk=4)
+            runner.prefill(PROMPT[:6])
+            lines = []
+
+            def trace(frame, event, _, lines=lines, stop=line):
+                if frame.f_code.co_name in ("_forward", "_evaluate"):
+                    lines.append(frame.f_lineno)
+                    if len(lines) == stop + 1:
+                        raise KeyboardInterrupt
+                    return trace
+                return None
+
+            sys.settrace(trace)
+            try:
+                runner.decode(5)
+            except KeyboardInterrupt:
+                pass
+            finally:
+                sys.settrace(None)
+            if len(lines) <= line:
+                break
+            self.check(model, runner, PROMPT[:6], [5] if runner.position == 7 else [])
+        assert line > 8
 
     def test_cancelling_keeps_the_chunks_that_were_run(self, model):
         runner, seen = Runner(model, prefill_chunk=4), []

@@ -96,10 +96,30 @@ def test_paths_that_are_no_install(resolve, checkpoint, tmp_path):
         resolve("./nothing")
     with pytest.raises(StoreError, match=r"is not an install: it has no manifest.json. Convert .* tiny.gturbo"):
         resolve("./tiny")
-    # A directory that merely has the name of a repository does not stand in its way.
-    (tmp_path / "owner" / "name").mkdir(parents=True)
-    with pytest.raises(StoreError, match="owner/name is not installed"):
-        store.resolve_installed("owner/name")
+    with pytest.raises(StoreError, match=r"^tiny is not an install: it has no manifest.json"):
+        resolve("tiny")
+
+
+@pytest.mark.parametrize("resolve", [store.resolve, store.resolve_installed])
+def test_an_existing_path_is_never_taken_for_a_repository(resolve, checkpoint, tmp_path, home, monkeypatch):
+    monkeypatch.setattr("turbospark_mlx.convert.download.fetch_repository", lambda *_: pytest.fail("went to the hub"))
+    (tmp_path / "models").mkdir()
+    path = checkpoint.rename(tmp_path / "models" / "x")
+    with pytest.raises(
+        StoreError, match=r"models/x is not an install: .*convert models/x x.gturbo .*another directory"
+    ):
+        resolve("models/x")
+    with pytest.raises(StoreError, match=r"x is not an install: it has no manifest.json.*x.gturbo$"):
+        resolve("./models/x")
+    with Install.open(pull("models/x", alias="models--x")) as install:
+        assert install.manifest.model_id == "x"
+    with pytest.raises(StoreError, match=r"models/x is not an install: .* repository models/x as models--x\."):
+        resolve("models/x")
+    (path / "config.json").unlink()
+    with pytest.raises(StoreError, match=r"neither an install's manifest.json nor a checkpoint's config.json"):
+        resolve("models/x")
+    with pytest.raises(ConvertError, match=r"config\.json"):
+        pull("models/x")
 
 
 def test_no_name_is_not_the_current_directory(checkpoint, monkeypatch):
@@ -147,19 +167,13 @@ def test_a_missing_model_says_how_to_get_it(home):
         store.resolve_installed("smolm2-135m")
 
 
-def test_a_directory_without_a_dot_is_hinted_at(checkpoint, home, monkeypatch):
-    with pytest.raises(StoreError, match=r"For the local tiny, write \./tiny\."):
+def test_a_directory_with_the_name_of_an_alias_is_hinted_at(checkpoint, home):
+    Path("smollm2-135m").mkdir()
+    with pytest.raises(StoreError, match=r"not installed\. For the local smollm2-135m, write \./smollm2-135m\."):
+        store.resolve_installed("smollm2-135m")
+    write_catalog(home, {"tiny": {"source": {"kind": "local", "path": "/no/such/place"}}})
+    with pytest.raises(StoreError, match=r"does not exist\. For the local tiny, write \./tiny\."):
         store.resolve("tiny")
-    (Path("models") / "tiny").mkdir(parents=True)
-
-    def fetch(*_):
-        raise StoreError("models/tiny: there is no such repository.")
-
-    monkeypatch.setattr("turbospark_mlx.convert.download.fetch_repository", fetch)
-    with pytest.raises(StoreError, match=r"no such repository\. For the local models/tiny, write \./models/tiny\."):
-        store.resolve("models/tiny")
-    with pytest.raises(StoreError, match=r"models/tiny is not installed.* write \./models/tiny\."):
-        store.resolve_installed("models/tiny")
 
 
 # Pulling
@@ -227,6 +241,16 @@ def test_aliases_that_differ_in_case_only(checkpoint):
     pull(checkpoint, alias="Model")
     with pytest.raises(StoreError, match="model differs from Model, which is in the store, in case only"):
         pull(checkpoint, alias="model")
+
+
+def test_a_pull_says_what_was_not_quantized(tmp_path, home, capsys):
+    config = {**SMALL, "hidden_size": 96}
+    write_checkpoint(tmp_path / "narrow", config, plain(weights(config)))
+    assert run(pull_command, "./narrow") == 0
+    assert "not as asked" in (err := capsys.readouterr().err)
+    assert "--group-size 32 would quantize it" in err
+    assert run(pull_command, "./narrow", "--as", "quiet", "--quiet") == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_a_failed_conversion_leaves_nothing(checkpoint, home):

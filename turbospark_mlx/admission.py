@@ -46,7 +46,8 @@ def resolve_context(
                 f"max_context={tokens}: its caches take {spell_bytes(needed)}, and {spell_bytes(room)} of memory are"
                 f" free beside the weights. Up to {_largest(config, tokens, itemsize, room)} tokens fit."
             )
-        return ContextLimit(tokens, "as asked")
+        beyond = tokens > config.max_position_embeddings
+        return ContextLimit(tokens, "as asked, beyond the trained length" if beyond else "as asked")
     ceiling = min(DEFAULT_CONTEXT, config.max_position_embeddings, longest or DEFAULT_CONTEXT)
     fitting = _largest(config, ceiling, itemsize, int(room * CACHE_SHARE))
     if fitting == 0:

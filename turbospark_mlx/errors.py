@@ -50,6 +50,15 @@ class KernelFault(BackendError):
         self.kind = kind
 
 
+def counted(number: int, noun: str) -> str:
+    """``number`` of what ``noun`` names, for a message.
+
+    >>> counted(1, "token"), counted(2, "token")
+    ('1 token', '2 tokens')
+    """
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def explain_import_error(error: ImportError) -> BackendError | None:
     """What to install where MLX itself does not load; None for any other failed import."""
     # A compiled module that does not load is named by its last part only, so its path has to say whose it is.

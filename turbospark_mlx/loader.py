@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten, tree_map
 
 from turbospark_mlx import families
 from turbospark_mlx.custom_kernels.backends import Backend
-from turbospark_mlx.errors import InstallError, OptionError
+from turbospark_mlx.errors import InstallError, OptionError, counted
 from turbospark_mlx.families.layers import DTYPES
 from turbospark_mlx.families.routed import parameter
 from turbospark_mlx.gturbo import Install, TensorEntry, experts_layout, row_table
@@ -145,13 +145,15 @@ def _check_experts(install: Install, specs: list[ExpertSpec]) -> None:
     layers = install.experts.layers
     if len(layers) != len(specs):
         raise InstallError(
-            f"{install.path}: {experts_layout.FILE} has {len(layers)} layers of experts; manifest.json calls for"
-            f" {len(specs)}. Convert the model again."
+            f"{install.path}: {experts_layout.FILE} has {counted(len(layers), 'layer')} of experts; manifest.json"
+            f" calls for {len(specs)}. Convert the model again."
         )
     for layer, spec in zip(layers, specs, strict=True):
         where = f"{install.path}: {layer.file}"
         if len(layer.offsets) != spec.num_experts:
-            raise InstallError(f"{where} has {len(layer.offsets)} experts; manifest.json calls for {spec.num_experts}.")
+            raise InstallError(
+                f"{where} has {counted(len(layer.offsets), 'expert')}; manifest.json calls for {spec.num_experts}."
+            )
         companions = {
             f"{name}_{kind}"
             for name, tensor in layer.tensors.items()

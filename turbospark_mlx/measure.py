@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from turbospark_mlx.admission import whole_number
-from turbospark_mlx.errors import ContextError, OptionError
+from turbospark_mlx.errors import ContextError, OptionError, counted
 from turbospark_mlx.experts import ExpertCounters
 from turbospark_mlx.experts.blob import used_bytes
 from turbospark_mlx.experts.reader import ExpertReader
@@ -77,21 +77,23 @@ def measure(
     """Run a prompt and an answer ``repeats`` times, and say how fast, as an object for JSON: medians of the repeats.
 
     ``install`` is the runner's, opened once more. The prompt is ``text``, repeated or cut to ``prompt_tokens``; the
-    answer is greedy. With ``cold`` what the system caches of the expert files is dropped before each repeat, where the
-    system does that (Linux), and what a plain parallel read of them gives is measured in between. ``progress`` is
-    called with the repeats done and in all. Raises OptionError and ContextError.
+    answer is greedy. With ``cold``, and experts that are not all in memory, what the system caches of their files is
+    dropped before each repeat, where the system does that (Linux), and what a plain parallel read of them gives is
+    measured in between. ``progress`` is called with the repeats done and in all. Raises OptionError and ContextError.
     """
     counts = {"prompt_tokens": prompt_tokens, "tokens": tokens, "repeats": repeats}
     prompt_tokens, tokens, repeats = (whole_number(name, value) for name, value in counts.items())
     if prompt_tokens + tokens > runner.max_context:
         raise ContextError(
-            f"A prompt of {prompt_tokens} and {tokens} more tokens do not fit max_context {runner.max_context}."
+            f"max_context {runner.max_context} has no room for a prompt of {prompt_tokens} and"
+            f" {counted(tokens, 'more token')}."
         )
     encoded = runner.tokenizer.encode(text)
     if not encoded:
         raise OptionError("text: there are no tokens in it.")
     ids = list(islice(cycle(encoded), prompt_tokens))
-    cold = cold and bool(install.experts) and hasattr(os, "posix_fadvise")
+    reads_files = runner.experts is not None and runner.experts.reads_files
+    cold = cold and reads_files and hasattr(os, "posix_fadvise")
     free = available_bytes(runner.model.backend.device)
     mx.reset_peak_memory()
     raw, runs = [], []

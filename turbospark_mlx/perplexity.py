@@ -22,7 +22,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from turbospark_mlx.errors import ContextError, GenerationError, OptionError
+from turbospark_mlx.errors import ContextError, GenerationError, OptionError, counted
 
 DEFAULT_CONTEXT = 2048
 CHUNK = 512
@@ -89,7 +89,8 @@ def perplexity(
     _check_ids(ids, model.args.vocab_size)
     total = len(ids) - (bos is None)
     if total < 1:
-        raise ContextError(f"The text has {len(ids)} tokens; it takes at least {2 - (bos is not None)} to predict one.")
+        least = 2 - (bos is not None)
+        raise ContextError(f"The text has {counted(len(ids), 'token')}; it takes at least {least} to predict one.")
     began, nll, done, count = time.perf_counter(), 0.0, 0, 0
     for window in windows(len(ids), context=context, stride=stride, has_bos=bos is not None):
         for losses in _losses(model, ids, window, bos):

@@ -125,7 +125,9 @@ class Family(Protocol):
     manifest_families: tuple[str, ...]
     """``arch.family`` spellings of manifests that this family runs."""
     gguf_architectures: tuple[str, ...]
-    """``general.architecture`` spellings of GGUF files that this family converts."""
+    """``general.architecture`` spellings of GGUF files of this family."""
+    converts_gguf: bool
+    """Whether those files are converted; otherwise ``hf_config_from_gguf`` refuses each with the reason."""
 
     def config_from_hf(self, config: Mapping[str, Any]) -> ModelConfig:
         """Parse config.json, in the published and in the transformers 5 spelling. Raises ConvertError on every field

@@ -26,7 +26,7 @@ from turbospark_mlx import loader
 from turbospark_mlx.admission import ContextLimit, resolve_context, whole_number
 from turbospark_mlx.cache import mark_all, reusable_prefix, rollback_all, trim_all
 from turbospark_mlx.custom_kernels import backends
-from turbospark_mlx.errors import BackendError, ContextError, OptionError, TurbosparkError
+from turbospark_mlx.errors import BackendError, ContextError, OptionError, TurbosparkError, counted
 from turbospark_mlx.experts import ExpertCounters, ExpertStore, Resolved, least_bytes, open_experts
 from turbospark_mlx.gturbo import Install
 from turbospark_mlx.gturbo.files import spell_bytes
@@ -274,7 +274,8 @@ class Runner:
         OptionError for what are no ids.
         After any other error, too, the chunks that were run stay. Where the evaluation itself failed, or the chunk that
         failed has overwritten what a sliding window would need again, nothing stays: to hold that as well would take
-        the memory of those caches twice. ``reuse`` says what is left to run.
+        the memory of those caches twice. Ctrl-C lets an evaluation under way end, and what it ran stays, too.
+        ``history`` and ``reuse`` say what is left to run.
         """
         self._check_usable()
         self._forget_ahead()
@@ -430,36 +431,55 @@ class Runner:
             )
         if self.position + len(ids) > self.max_context:
             raise ContextError(
-                f"{len(ids)} tokens after {self.position} do not fit max_context {self.max_context}."
+                f"max_context {self.max_context} has no room for {counted(len(ids), 'token')} after {self.position}."
                 " Shorten the prompt, reset, or open with a larger max_context."
             )
         return ids
 
     def _forward(self, ids: list[int], *, head: bool, ahead: bool = False) -> mx.array | None:
         """Run ``ids`` as one pass. Only its last row goes through the head, and only where ``head``."""
+        after, is_laid_out = self.position + len(ids), False
         try:
             if head and len(ids) == 1:
                 logits = self._decode_step(ids[0], ahead)
             else:
                 hidden = self.model.hidden(mx.array([ids]), self._cache)
                 logits = self.model.head(hidden[:, -1:])[0, 0].astype(mx.float32) if head else None
-        except BaseException:
-            self._ahead = None
-            if self.experts is not None:
-                self.experts.settle()
-            if reusable_prefix(self._cache, self.position) == self.position:
-                trim_all(self._cache, self.position)
-            else:
-                self._empty()
+            is_laid_out = True
+            self._evaluate(logits)
+            self._ids += ids
+        except BaseException as error:
+            if not is_laid_out:
+                self._go_back()
+            elif self.position < after:
+                # Python hears of Ctrl-C when the evaluation has ended: another has nothing left to do then.
+                if isinstance(error, Exception) or not self._can_evaluate(logits):
+                    # The buffers are results of the evaluation that failed.
+                    self._empty()
+                else:
+                    self._ids += ids
             raise
-        try:
-            mx.eval(logits, [] if self._ahead else [layer.arrays for layer in self._cache])
-        except BaseException:
-            # The buffers are results of the evaluation that failed.
-            self._empty()
-            raise
-        self._ids += ids
         return logits
+
+    def _evaluate(self, logits: mx.array | None) -> None:
+        mx.eval(logits, [] if self._ahead else [layer.arrays for layer in self._cache])
+
+    def _can_evaluate(self, logits: mx.array | None) -> bool:
+        try:
+            self._evaluate(logits)
+        except BaseException:
+            return False
+        return True
+
+    def _go_back(self) -> None:
+        """After an error in the middle of a pass: to the end of the last one, or to nothing."""
+        self._ahead = None
+        if self.experts is not None:
+            self.experts.settle()
+        if reusable_prefix(self._cache, self.position) == self.position:
+            trim_all(self._cache, self.position)
+        else:
+            self._empty()
 
     def _decode_step(self, token: int, ahead: bool) -> mx.array:
         """Logits behind ``token``, which may have been begun before; ``ahead`` begins with the next."""

@@ -7,10 +7,12 @@ a model.
 
 A name is resolved in this order:
 
-1. a path (it begins with ``/``, ``./``, ``../`` or ``~``, or is a ``Path``), or a directory that holds
-   ``manifest.json``: that install;
+1. a path (it begins with ``/``, ``./``, ``../`` or ``~``, has a ``/`` and exists, or is a ``Path``), or a directory
+   that holds ``manifest.json``: that install;
 2. the alias of a model in the store;
-3. an alias of the catalog, then a hub repository ``owner/name`` or ``owner/name:FILE.gguf``: pulled on first use.
+3. an alias of the catalog: pulled on first use;
+4. any other file or directory that exists: a path, too;
+5. a hub repository ``owner/name`` or ``owner/name:FILE.gguf``: pulled on first use.
 """
 
 from __future__ import annotations
@@ -169,7 +171,10 @@ def pull(
             raise StoreError(f"{error}{_hint(name)}") from error.__cause__
         from turbospark_mlx.convert import convert
 
-        convert(checkpoint, path, model_id=_model_id(entry), overwrite=overwrite, progress=progress, **options)
+        report = convert(checkpoint, path, model_id=_model_id(entry), overwrite=overwrite, progress=progress, **options)
+        if progress:
+            for note in report.notes:
+                print(note, file=sys.stderr)
         _write_record(alias, str(entry.source), fetched)
         if not keep_download:
             shutil.rmtree(downloads, ignore_errors=True)
@@ -218,12 +223,7 @@ def _existing(name: Name, revision: str | None) -> Path | None:
     if not isinstance(name, str) or _is_path(text):
         if is_install:
             return path
-        if not os.path.lexists(path):
-            raise StoreError(f"{text} does not exist.")
-        raise StoreError(
-            f"{text} is not an install: it has no manifest.json. Convert a checkpoint first: turbospark-mlx convert "
-            f"{text} {path.resolve().with_suffix('').name}{_SUFFIX}"
-        )
+        raise _not_an_install(text)
     if is_install:
         return path
     aliases = _aliases()
@@ -231,9 +231,29 @@ def _existing(name: Name, revision: str | None) -> Path | None:
         if alias in aliases:
             return models_directory() / f"{alias}{_SUFFIX}"
     entry = catalog.load(home()).get(text)
+    if entry is None and os.path.lexists(path):
+        raise _not_an_install(text)
     if entry is not None and isinstance(entry.source, LocalSource) and (entry.source.path / "manifest.json").is_file():
         return entry.source.path
     return None
+
+
+def _not_an_install(text: str) -> StoreError:
+    path = Path(text).expanduser()
+    if not os.path.exists(path):
+        return StoreError(f"{text} does not exist.")
+    missing = "it has no manifest.json"
+    step = f"Convert a checkpoint first: turbospark-mlx convert {text} {path.resolve().with_suffix('').name}{_SUFFIX}"
+    if path.is_dir() and not (path / "config.json").exists():
+        missing, step = "it has neither an install's manifest.json nor a checkpoint's config.json", "Complete it."
+    if catalog.REPOSITORY.fullmatch(text):
+        alias = _alias_of(text, None)
+        step += (
+            f" The store has the hub repository {text} as {alias}."
+            if alias in _aliases()
+            else f" For the hub repository {text}, work in another directory: an existing path is never taken for one."
+        )
+    return StoreError(f"{text} is not an install: {missing}. {step}")
 
 
 def _checked(name: str) -> str:
@@ -243,7 +263,8 @@ def _checked(name: str) -> str:
 
 
 def _is_path(name: str) -> bool:
-    return name in (".", "..") or name.startswith(("/", "./", "../", "~"))
+    explicit = name in (".", "..") or name.startswith(("/", "./", "../", "~"))
+    return explicit or ("/" in name and os.path.lexists(name))
 
 
 def _alias_of(name: str, revision: str | None) -> str:
@@ -263,7 +284,7 @@ def _known(name: str, revision: str | None) -> CatalogEntry:
             entry = replace(entry, source=replace(entry.source, revision=revision))
         return replace(entry, alias=_alias_of(name, revision))
     path = Path(name).expanduser()
-    if _is_path(name) or (os.path.isfile(path) and name.endswith(".gguf")):
+    if _is_path(name) or os.path.lexists(path):
         if not os.path.exists(path):
             raise StoreError(f"{name} does not exist.")
         if revision is not None:
@@ -276,12 +297,12 @@ def _known(name: str, revision: str | None) -> CatalogEntry:
         return CatalogEntry(_alias_of(name, revision), HubSource(repository, revision, file or None))
     raise StoreError(
         f"{name!r} is neither a directory with an install, nor a model of the store or the catalog, nor a hub "
-        f"repository owner/name.{_hint(name)} {_suggestion(name, [*_aliases(), *entries])}"
+        f"repository owner/name. {_suggestion(name, [*_aliases(), *entries])}"
     )
 
 
 def _hint(name: str) -> str:
-    """What to write for the file or directory of a name that was not taken for one; nothing where there is none."""
+    """What to write for the file or directory that has the name of an alias; nothing where there is none."""
     local = not _is_path(name) and os.path.exists(Path(name).expanduser())
     return f" For the local {name}, write ./{name}." if local else ""
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from turbospark_mlx.errors import ConvertError
+from turbospark_mlx.errors import ConvertError, counted
 from turbospark_mlx.families import routed
 from turbospark_mlx.families.deepseek2.config import BIASED, Deepseek2Config
 from turbospark_mlx.families.fields import check_decided
@@ -149,7 +149,8 @@ def place(checkpoint_name: str, config: Deepseek2Config) -> Placement | Dropped:
         return Dropped("of a layer that predicts further tokens, which is not run")
     if number >= layers or str(number) != found[1]:
         raise ConvertError(
-            f"checkpoint: tensor {checkpoint_name!r} is of layer {found[1]}; the configuration has {layers} layers."
+            f"checkpoint: tensor {checkpoint_name!r} is of layer {found[1]}; the configuration has"
+            f" {counted(layers, 'layer')}."
         )
     base = f"model.layers.{number}.mlp"
     if spec := experts(config).get(f"{base}.switch_mlp"):

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from turbospark_mlx.errors import ConvertError, InstallError
+from turbospark_mlx.errors import ConvertError, InstallError, counted
 from turbospark_mlx.families.fields import MOST_LAYERS, Fields, arch_sizes
 from turbospark_mlx.families.windows import FULL, SLIDING, check_kinds, kinds_of_mask, mask_of
 
@@ -361,7 +361,7 @@ def _checked(fields: Fields, config: Gemma4Config) -> Gemma4Config:
 
     types, shared = config.layer_types, config.num_kv_shared_layers
     if len(types) != config.num_hidden_layers:
-        raise fail(f"{len(types)} layer kinds are given for {config.num_hidden_layers} layers.")
+        raise fail(f"{counted(len(types), 'layer kind')} for {counted(config.num_hidden_layers, 'layer')}.")
     if types[-1] != FULL:
         raise fail("the last layer slides. transformers makes it a full one; say so in layer_types.")
     for layer in (types.index(kind) for kind in dict.fromkeys(types)):

@@ -283,7 +283,7 @@ def _windows(fields: Fields, spelling: str, layers: int) -> tuple[tuple[str, ...
             first = fields.size("max_window_layers", 28, least=0)
         types = tuple(SLIDING if window is not None and i >= first else FULL for i in range(layers))
     if len(types) != layers:
-        raise fields.error(f"{fields.where}: layer_types has {len(types)} entries; num_hidden_layers is {layers}.")
+        raise fields.error(f"{fields.where}: layer_types has length {len(types)}; num_hidden_layers is {layers}.")
     if SLIDING not in check_kinds(fields, types):
         return types, None
     if window is None:

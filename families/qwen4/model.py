@@ -86,6 +86,7 @@ class Qwen4Decoder(Module):
 class Model(CausalModel):
     """A model of the family; see `CausalModel`."""
 
+    choosers = (*CausalModel.choosers, ".indexer.")
     expected = staticmethod(expected)
 
     def decoder(self, config: Qwen4Config, build: Builder, length: int) -> Qwen4Decoder:
@@ -134,6 +135,7 @@ class Model(CausalModel):
 
     def check(self) -> None:
         """See `CausalModel`: an install may not say how its norms are stored, or say it wrongly."""
+        super().check()
         means = [
             layer.attn_hyper_connection.hc_norm["weight"].astype(mx.float32).mean().item() for layer in self.layers
         ]

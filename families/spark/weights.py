@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from turbospark_mlx.errors import ConvertError
+from turbospark_mlx.errors import ConvertError, counted
 from turbospark_mlx.families.fields import check_decided
 from turbospark_mlx.families.spark.config import SparkConfig
 from turbospark_mlx.protocols import Dropped, ExpertSpec, Placement, Role
@@ -85,7 +85,7 @@ def place(checkpoint_name: str, config: SparkConfig) -> Placement | Dropped:
     if number >= config.num_hidden_layers or str(number) != found[1]:
         raise ConvertError(
             f"checkpoint: tensor {checkpoint_name!r} is of layer {found[1]}; the configuration has"
-            f" {config.num_hidden_layers} layers."
+            f" {counted(config.num_hidden_layers, 'layer')}."
         )
     shapes = dict(_layer_shapes(config))
     if suffix not in shapes:

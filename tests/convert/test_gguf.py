@@ -6,7 +6,9 @@ import gguf
 import numpy as np
 import pytest
 
+from turbospark_mlx import families
 from turbospark_mlx.convert.affine import dequantize_affine, quantize_affine
+from turbospark_mlx.errors import ConvertError
 from turbospark_mlx.gturbo import Install
 
 from .checkpoints import CONFIG, PREFIX, read_formats, read_install, refused, run, store, weights
@@ -163,7 +165,19 @@ def test_scales_that_are_not_finite_are_refused(tmp_path, type, at, bits):
 
 def test_an_unknown_architecture_is_named(tmp_path):
     write_gguf(tmp_path / "m.gguf", CONFIG, {}, architecture="mamba")
-    refused(tmp_path / "m.gguf", tmp_path, "mamba")
+    refused(tmp_path / "m.gguf", tmp_path, "mamba", "Supported: llama, qwen2, qwen3.")
+
+
+@pytest.mark.parametrize(
+    "architecture", [name for name in families.PACKAGES for name in families.package(name).FAMILY.gguf_architectures]
+)
+def test_the_architectures_called_supported_are_those_that_are_not_refused(tmp_path, architecture):
+    with pytest.raises(ConvertError) as unknown:
+        families.family_for_gguf("mamba")
+    supported = str(unknown.value).partition("Supported: ")[2].removesuffix(".").split(", ")
+    with pytest.raises(ConvertError) as empty:
+        families.family_for_gguf(architecture).hf_config_from_gguf({"general.architecture": architecture})
+    assert ("does not convert" in str(empty.value)) == (architecture not in supported)
 
 
 def test_a_part_of_a_split_file_is_refused(tmp_path):

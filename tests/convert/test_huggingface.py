@@ -26,6 +26,15 @@ from .checkpoints import (
 TAGS = {"bfloat16": 1, "float16": 2, "float32": 3}
 
 
+@pytest.mark.parametrize("name", ["model.layers.1.self_attn.q_proj.weight", "lm_head.weight"])
+def test_a_matrix_in_a_stack_of_one_is_refused(name, tmp_path):
+    tensors = weights(CONFIG)
+    rows, columns = tensors[name].shape
+    tensors[name] = tensors[name][None]
+    source = write_checkpoint(tmp_path / "stack", CONFIG, plain(tensors))
+    refused(source, tmp_path, name, f"has shape [1, {rows}, {columns}]; config.json asks for [{rows}, {columns}]")
+
+
 @pytest.mark.parametrize("dtype", TAGS)
 @pytest.mark.parametrize("shards", [1, 3])
 def test_unquantized_weights_are_kept_bit_for_bit(tmp_path, dtype, shards):

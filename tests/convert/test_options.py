@@ -7,6 +7,7 @@ import struct
 import numpy as np
 import pytest
 
+from turbospark_mlx.cli import main
 from turbospark_mlx.convert import convert
 from turbospark_mlx.convert.affine import quantize_affine
 from turbospark_mlx.errors import ConvertError, InstallError, OptionError
@@ -82,13 +83,37 @@ def test_a_width_that_groups_do_not_divide_is_kept(tmp_path):
     report = run(source, tmp_path / "out.gturbo")
     narrow = {PREFIX + name for name, array in weights(config).items() if array.ndim == 2 and array.shape[1] == 96}
     assert set(report.exceptions) == narrow
-    assert all("96 is not a multiple of the group size 64" in reason for reason in report.exceptions.values())
+    assert set(report.exceptions.values()) == {
+        "its input width 96 is not a multiple of the group size 64; --group-size 32 would quantize it"
+    }
     tags = {name: tensor["tag"] for name, tensor in read_install(tmp_path / "out.gturbo").items()}
     assert {name for name, tag in tags.items() if tag == 4} == {
         PREFIX + name for name, array in weights(config).items() if array.ndim == 2
     } - narrow
     assert all(tags[name] == 2 for name in narrow)
     assert "not as asked" in str(report)
+    assert run(source, tmp_path / "small.gturbo", group_size=32).notes == []
+
+
+@pytest.mark.parametrize(
+    ("width", "options", "named"),
+    [
+        (96, [], "64; --group-size 32 would"),
+        (192, ["--group-size", "128"], "128; --group-size 64 would"),
+        (48, ["--group-size", "32", "--quiet"], "32, nor of any other"),
+        (96, ["--elder-compatible"], "64)"),
+    ],
+)
+def test_a_checkpoint_of_which_nothing_was_quantized_is_a_warning(width, options, named, tmp_path, capsys):
+    config = {**CONFIG, "hidden_size": width, "intermediate_size": width}
+    config |= {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": width}
+    source = write_checkpoint(tmp_path / "source", config, plain(weights(config)))
+    assert main(["convert", str(source), str(tmp_path / "out.gturbo"), *options]) == 0
+    out, err = capsys.readouterr()
+    (line,) = err.splitlines()
+    assert line.startswith("warning: nothing was quantized: ")
+    assert f"its input width {width} is not a multiple of the group size {named}" in line
+    assert (line in out.splitlines()) == ("--quiet" not in options)
 
 
 @pytest.mark.parametrize(

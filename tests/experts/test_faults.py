@@ -181,15 +181,15 @@ def test_after_the_install_is_closed_nothing_is_read(written, backend):
 REFUSALS = {
     "too few slots": (
         {"residency": "streamed", "slots": 3},
-        "expert_slots=3: every token uses 4 experts .* 1 layers x 4 slots take 131 KB",
+        "expert_slots=3: every token uses 4 experts .* 1 layer x 4 slots take 131 KB",
     ),
     "no slots": ({"residency": "streamed", "slots": 0}, "expert_slots=0: a whole number"),
     "slots of what has none": ({"residency": "mapped", "slots": 8}, "no slots with residency='mapped'"),
     "no such residency": ({"residency": "swapped"}, "residency='swapped': possible are auto, resident"),
     "no such policy": ({"residency": "streamed", "policy": "fifo"}, "expert_policy='fifo'"),
     "no room for slots": ({"slots": 16, "room": 400_000}, "16 slots take 524 KB, and 400 KB of memory are free"),
-    "no room at all": ({"room": 100_000}, r"At least 4 slots \(131 KB\) are needed"),
-    "no room for all": ({"residency": "resident", "room": 400_000}, "1 layers x 16 experts take 524 KB"),
+    "no room at all": ({"room": 100_000}, r"At least 4 slots \(131 KB\) must fit"),
+    "no room for all": ({"residency": "resident", "room": 400_000}, "1 layer x 16 experts take 524 KB"),
 }
 
 

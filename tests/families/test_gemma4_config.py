@@ -200,7 +200,7 @@ class TestSpellings:
         ({"num_global_key_value_heads": 3}, "4 attention heads cannot share 3 key/value heads"),
         ({"global_head_dim": 33}, "the head size is 33"),
         ({"layer_types": [FULL, SLIDING] * 2}, "the last layer slides"),
-        ({"layer_types": [FULL] * 3}, "3 layer kinds are given for 4 layers"),
+        ({"layer_types": [FULL] * 3}, "3 layer kinds for 4 layers"),
         ({"layer_types": [FULL, "chunked", FULL, FULL]}, "layer_types has 'chunked'"),
         ({"layer_types": None, "sliding_window_pattern": 5}, "sliding_window_pattern is 5"),
         ({"top_k_experts": 9}, "9 experts a token are asked for, and a layer has 8"),

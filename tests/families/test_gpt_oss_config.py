@@ -127,7 +127,7 @@ def test_rotary_borders_are_real_numbers():
         ({"experts_per_token": 8}, "experts_per_token is 8; num_experts_per_tok is 4"),
         ({"num_experts": 64}, "num_experts is 64; num_local_experts is 32"),
         ({"num_experts_per_tok": 33, "experts_per_token": 33}, "33 experts a token"),
-        ({"layer_types": [SLIDING] * 3}, "3 layer kinds are given for 24"),
+        ({"layer_types": [SLIDING] * 3}, "3 layer kinds for 24"),
         ({"layer_types": ["chunked_attention"] * 24}, "'chunked_attention'"),
         ({"sliding_window": None}, "sliding_window is None"),
         ({"rope_scaling": YARN | {"rope_type": "dynamic"}}, "dynamic"),

@@ -213,7 +213,7 @@ class TestWindows:
     @pytest.mark.parametrize(
         ("types", "message"),
         [
-            (["full_attention"], "layer_types has 1 entries; num_hidden_layers is 2"),
+            (["full_attention"], "layer_types has length 1; num_hidden_layers is 2"),
             (["full_attention", "linear_attention"], "layer_types has 'linear_attention'"),
             (["full_attention", "sliding_attention"], "sliding_window is None; layer_types has sliding_attention"),
         ],
@@ -376,7 +376,7 @@ class TestManifest:
             ({"hiddenActivation": "gelu"}, "hiddenActivation is 'gelu'"),
             ({"fullAttentionLayerMask": [1, 2]}, r"fullAttentionLayerMask is \[1, 2\]"),
             ({"fullAttentionLayerMask": [1, True]}, "fullAttentionLayerMask"),
-            ({"fullAttentionLayerMask": [1]}, "1 layer kinds are given for 2 layers"),
+            ({"fullAttentionLayerMask": [1]}, "1 layer kind for 2 layers"),
             ({"fullAttentionLayerMask": [1, 0]}, "slidingWindow is 0"),
             ({"numLayers": 2**31 - 1}, "numLayers is 2147483647"),
             ({"numHeads": 0}, "numHeads is 0"),
@@ -386,7 +386,7 @@ class TestManifest:
     def test_an_arch_that_is_not_this_family_is_refused_by_field(self, fields, message):
         arch, extension = self.manifest()
         with pytest.raises(
-            InstallError, match=f"manifest.json: arch: {message}" if "layer kinds" not in message else message
+            InstallError, match=f"manifest.json: arch: {message}" if "layer kind" not in message else message
         ):
             FAMILY.config_from_manifest(arch | fields, extension)
 

@@ -144,7 +144,7 @@ class TestSpellings:
         ({"vocab_size": None}, "vocab_size is missing"),
         ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 key/value heads"),
         ({"head_dim": 33}, "the head size is 33"),
-        ({"layer_types": [FULL] * 3}, "3 layer kinds are given for 4 layers"),
+        ({"layer_types": [FULL] * 3}, "3 layer kinds for 4 layers"),
         ({"layer_types": [FULL, "chunked", FULL, FULL]}, "layer_types has 'chunked'"),
         ({"layer_rope_theta": [5e5] * 3}, "3 layers are said to rotate or not, of 4"),
         (
@@ -198,7 +198,7 @@ def test_gguf_is_refused_with_the_way_out():
         ({"finalLogitSoftcap": 0}, "finalLogitSoftcap is 0"),
         ({"slidingWindow": 0}, "slidingWindow is 0"),
         ({"numLayers": 2**31 - 1}, "numLayers is 2147483647"),
-        ({"numLayers": 51}, "52 layer kinds are given for 51 layers"),
+        ({"numLayers": 51}, "52 layer kinds for 51 layers"),
     ],
 )
 def test_an_arch_that_is_not_this_family_is_refused_by_field(fields, message):

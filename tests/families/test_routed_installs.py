@@ -252,5 +252,5 @@ class TestRefusals:
             manifest["turbosparkMlx"]["arch"]["dense_layers"] = [0]
 
         path = self.changed(tmp_path, install, change)
-        with pytest.raises(InstallError, match=r"lacks tensor|has 1 layers of experts; manifest\.json calls for 2"):
+        with pytest.raises(InstallError, match=r"lacks tensor|has 1 layer of experts; manifest\.json calls for 2"):
             load(path)

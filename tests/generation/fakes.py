@@ -30,7 +30,12 @@ class ScriptedRunner:
         self.model = SimpleNamespace(args=SimpleNamespace(vocab_size=VOCAB, max_position_embeddings=max_context))
 
     def report(self):
-        return SimpleNamespace(backend=self.backend, backend_reason="plain operations, because a compiler is missing")
+        return SimpleNamespace(
+            backend=self.backend,
+            backend_reason="plain operations, because a compiler is missing",
+            max_context=self.max_context,
+            trained_context=self.model.args.max_position_embeddings,
+        )
 
     def __enter__(self):
         return self

@@ -109,7 +109,7 @@ def test_options_that_cannot_work_are_refused(options, error, message):
 def test_texts_that_cannot_work_are_refused():
     with pytest.raises(ContextError, match="0 tokens; it takes at least 2"):
         perplexity(SumModel(), [])
-    with pytest.raises(ContextError, match="1 tokens; it takes at least 2"):
+    with pytest.raises(ContextError, match="1 token; it takes at least 2"):
         perplexity(SumModel(), [1])
     with pytest.raises(ContextError, match="0 tokens; it takes at least 1"):
         perplexity(SumModel(), [], bos=1)

@@ -187,6 +187,10 @@ def test_info_counts_expert_slots(tmp_path, capsys):
     assert document["memory"]["experts"] == 3 * (8192 + 20480)
     assert command(info, directory, "--json", "--expert-slots", 2) == 0
     assert json.loads(capsys.readouterr().out)["memory"]["experts"] == 2 * (8192 + 20480)
+    # As a run does, it takes more slots than there are experts for all of them.
+    assert command(info, directory, "--json", "--expert-slots", 4) == 0
+    memory = json.loads(capsys.readouterr().out)["memory"]
+    assert (memory["expertSlots"], memory["experts"]) == (3, 3 * (8192 + 20480))
     assert command(info, directory) == 0
     assert "2 layers of 3, 2 a token" in capsys.readouterr().out
 
@@ -194,8 +198,8 @@ def test_info_counts_expert_slots(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("make", "arguments", "message"),
     [
-        (handmade.rust_moe, ("--expert-slots", 1), "a token needs 2 experts"),
-        (handmade.rust_moe, ("--expert-slots", 4), "a layer has 3"),
+        (handmade.rust_moe, ("--expert-slots", 1), "at least 2 slots"),
+        (handmade.rust_moe, ("--expert-slots", 0), "at least 1"),
         (handmade.rust_dense, ("--expert-slots", 1), "no routed experts"),
         (handmade.rust_dense, ("--max-context", 0), "at least 1"),
     ],
@@ -203,6 +207,17 @@ def test_info_counts_expert_slots(tmp_path, capsys):
 def test_info_refuses_what_cannot_be(make, arguments, message, tmp_path):
     with pytest.raises(OptionError, match=message):
         command(info, make().write(tmp_path / "i.gturbo"), *arguments)
+
+
+@pytest.mark.parametrize(("free", "slots"), [(1 << 31, 3), (1 << 20, 2)])
+def test_info_takes_auto_for_what_a_run_would_take_here(free, slots, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("turbospark_mlx.memory.available_bytes", lambda device: free)
+    directory = handmade.rust_moe().write(tmp_path / "i.gturbo")
+    monkeypatch.setattr("turbospark_mlx.experts.resolve.AUTO_SLOTS", (2,))
+    assert command(info, directory, "--json", "--expert-slots", "auto") == 0
+    memory = json.loads(capsys.readouterr().out)["memory"]
+    assert (memory["expertSlots"], memory["experts"]) == (slots, slots * (8192 + 20480))
+    assert command(info, handmade.rust_dense().write(tmp_path / "d.gturbo"), "--expert-slots", "auto") == 0
 
 
 def test_info_hashes_nothing(tmp_path):

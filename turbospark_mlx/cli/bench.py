@@ -14,7 +14,7 @@ from turbospark_mlx.errors import OptionError
 HELP = "measure how fast a model answers, and how fast its experts are read"
 
 EPILOG = """\
-A prompt and a greedy answer are run a few times; the median counts. Where experts are on disk, what the system caches
+A prompt and a greedy answer are run a few times; the median counts. Where experts stay on disk, what the system caches
 of their files is dropped before each time (Linux only), and the bandwidth of a plain parallel read of the same files
 is measured in the same run, to compare with; --warm leaves the cache alone.
 
@@ -98,6 +98,8 @@ def _text(result: dict[str, Any]) -> list[str]:
         lines.append(
             f"disk       {spell_bytes(round(result['raw_bandwidth']))}/s by plain parallel reads of the same files"
         )
+    elif result["residency"] == "resident":
+        lines.append("disk       not measured: all experts are in memory")
     peak = result["peak_process_memory"]
     lines.append(
         f"memory     {spell_bytes(result['predicted_memory'])} predicted with a full context"

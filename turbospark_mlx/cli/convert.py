@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 from turbospark_mlx.cli.options import add_conversion_arguments
 
@@ -46,6 +47,8 @@ def run(args: argparse.Namespace) -> int:
         overwrite=args.overwrite,
         progress=not args.quiet,
     )
+    for note in report.notes:
+        print(note, file=sys.stderr)
     if not args.quiet:
         print(report)
     return 0

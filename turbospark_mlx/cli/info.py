@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from turbospark_mlx.cli.options import slot_count
 from turbospark_mlx.cli.verify import add_install_argument, install_path
-from turbospark_mlx.errors import InstallError, OptionError
+from turbospark_mlx.errors import InstallError
 
 if TYPE_CHECKING:
     from turbospark_mlx.gturbo import Install
@@ -19,9 +22,10 @@ HELP = "describe an install: architecture, sizes, quantization, who can read it,
 
 EPILOG = """\
 Checks the structure of the install and hashes nothing. Memory is that of the weights as they are stored and of one
-sequence's caches; with routed experts, all of them stay in memory unless --expert-slots says how many a layer may.
-Roles are those of the install format: shared_expert is the feed-forward part that every token takes, which in a dense
-model is all of it. --kernels shows how each operation runs on each back end, and what this machine takes and why.
+sequence's caches; with routed experts, all of them stay in memory unless --expert-slots says how many a layer may: a
+number, or auto for what a run would take on this machine with the memory that is free. Roles are those of the install
+format: shared_expert is the feed-forward part that every token takes, which in a dense model is all of it. --kernels
+shows how each operation runs on each back end, and what this machine takes and why.
 
 examples:
   turbospark-mlx info smollm2-135m
@@ -37,7 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_install_argument(parser, required=False)
     parser.add_argument("--kernels", action="store_true", help="show how each operation runs here; needs no MODEL")
     parser.add_argument("--max-context", type=int, metavar="N", help="context length to estimate memory for (4096)")
-    parser.add_argument("--expert-slots", type=int, metavar="N", help="experts a layer that stay in memory (all)")
+    parser.add_argument(
+        "--expert-slots", type=slot_count, metavar="N", help="experts a layer that stay in memory, or auto (all)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.set_defaults(usage_error=parser.error)
 
@@ -61,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def describe(install: Install, *, max_context: int | None, expert_slots: int | None) -> dict[str, Any]:
+def describe(install: Install, *, max_context: int | None, expert_slots: int | str | None) -> dict[str, Any]:
     """Everything the command prints, as one JSON object. Sizes are in bytes. Raises OptionError."""
     config, unused, refusal = _config(install)
     return {
@@ -166,7 +172,7 @@ def _engines(install: Install, refusal: str | None) -> dict[str, list[str]]:
 
 
 def _memory(
-    install: Install, config: ModelConfig | None, max_context: int | None, expert_slots: int | None
+    install: Install, config: ModelConfig | None, max_context: int | None, expert_slots: int | str | None
 ) -> dict[str, Any]:
     from turbospark_mlx.admission import DEFAULT_CONTEXT, whole_number
 
@@ -175,11 +181,11 @@ def _memory(
     else:
         context = min(DEFAULT_CONTEXT, config.max_position_embeddings if config else DEFAULT_CONTEXT)
     layout = install.experts
-    if expert_slots is not None:
-        _check_slots(install, expert_slots)
-    slots = layout.experts_per_layer if expert_slots is None else expert_slots
     weights = sum(entry.nbytes for entry in install.tensors.values())
-    experts = sum(min(slots, len(layer.offsets)) * layer.stride for layer in layout.layers)
+    slots, experts = layout.experts_per_layer, layout.nbytes
+    if expert_slots is not None:
+        caches = partial(config.kv_bytes, context) if config else lambda itemsize: 0
+        slots, experts = _slots(install, expert_slots, weights, caches)
     memory: dict[str, Any] = {"maxContext": context, "weights": weights, "expertSlots": slots, "experts": experts}
     if config is None:
         return {**memory, "cache": None, "total": None}
@@ -187,15 +193,23 @@ def _memory(
     return {**memory, "cache": cache, "total": {width: weights + experts + size for width, size in cache.items()}}
 
 
-def _check_slots(install: Install, slots: int) -> None:
-    layout, top_k = install.experts, install.arch["topKExperts"]
+def _slots(install: Install, asked: int | str, weights: int, caches: Callable[[int], int]) -> tuple[int, int]:
+    """Experts a layer in memory, and what all of them take: as a run resolves the option, for ``auto`` with the memory
+    that is free here beside ``weights`` and ``caches(bytes of an element)``. A number is for any machine."""
+    from turbospark_mlx.custom_kernels import backends
+    from turbospark_mlx.experts.resolve import least_bytes, resolve
+    from turbospark_mlx.loader import resolve_dtype
+    from turbospark_mlx.memory import available_bytes
+
+    layout, top_k, room = install.experts, install.arch["topKExperts"], sys.maxsize
+    least_bytes(install, residency="auto", slots=asked)
     if not layout:
-        raise OptionError(f"--expert-slots {slots}: this install has no routed experts. Leave the option out.")
-    if not top_k <= slots <= layout.experts_per_layer:
-        raise OptionError(
-            f"--expert-slots {slots}: a token needs {top_k} experts a layer and a layer has"
-            f" {layout.experts_per_layer}; choose a number between them."
-        )
+        return 0, 0
+    if asked == "auto":
+        backend = backends.select()
+        room = max(0, available_bytes(backend.device) - weights - caches(resolve_dtype(None, backend).size))
+    found = resolve(layout, top_k, residency="auto", slots=asked, room=room)
+    return found.slots or layout.experts_per_layer, found.nbytes
 
 
 def _text(document: dict[str, Any]) -> list[str]:

@@ -55,7 +55,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, max_context: bool = 
     )
     group.add_argument(
         "--expert-slots",
-        type=_slots,
+        type=slot_count,
         default="auto",
         metavar="N",
         help="experts a layer that streaming keeps in memory, or auto (auto)",
@@ -82,7 +82,8 @@ def add_conversion_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def open_runner(args: argparse.Namespace, max_context: int | None) -> Runner:
-    """A runner over the model that the arguments name; a sentence on stderr where no kernels could be had."""
+    """A runner over the model that the arguments name; a sentence on stderr where no kernels could be had, and where
+    the context is longer than the trained one."""
     from turbospark_mlx.cli.terminal import compile_notice
     from turbospark_mlx.runner import Runner
     from turbospark_mlx.store import resolve
@@ -98,8 +99,15 @@ def open_runner(args: argparse.Namespace, max_context: int | None) -> Runner:
             residency=args.residency,
             expert_slots=args.expert_slots,
         )
-    if args.kernels == "auto" and (report := runner.report()).backend == "reference":
+    report = runner.report()
+    if args.kernels == "auto" and report.backend == "reference":
         print(f"note: this runs slowly, on {report.backend_reason}", file=sys.stderr)
+    if report.max_context > report.trained_context:
+        print(
+            f"note: the model was trained for {report.trained_context} tokens; how well it does in a context of"
+            f" {report.max_context} is not known",
+            file=sys.stderr,
+        )
     return runner
 
 
@@ -148,7 +156,8 @@ def token_limit(text: str) -> int | None:
     return int(text)
 
 
-def _slots(text: str) -> int | str:
+def slot_count(text: str) -> int | str:
+    """The value of ``--expert-slots``: a number, or the word ``auto``."""
     if text != "auto" and not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is neither a number of slots nor the word auto")
     return text if text == "auto" else int(text)

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--keep-download", action="store_true", help="keep the downloaded file in $TURBOSPARK_HOME/downloads"
     )
-    parser.add_argument("--quiet", action="store_true", help="no progress on standard error")
+    parser.add_argument("--quiet", action="store_true", help="no progress and no notes on standard error")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -167,6 +167,7 @@ def _bar(description: str, total: int, progress: bool) -> tqdm:
 
 def _count(report: ConversionReport, tensor: PlannedTensor, shape: tuple[int, ...], nbytes: int) -> None:
     report.roles.setdefault(tensor.role, RoleReport()).add(shape, tensor.target, nbytes)
+    report.packed += isinstance(tensor.target, PackedFormat)
     if tensor.target != tensor.source.format:
         report.quantized += isinstance(tensor.target, AffineFormat)
         report.narrowed += not isinstance(tensor.target, AffineFormat)

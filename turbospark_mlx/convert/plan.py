@@ -182,8 +182,9 @@ def plan(source: Source, options: Options) -> Plan:
 
 def _reshaped(tensor: SourceTensor, shape: tuple[int, ...] | None) -> SourceTensor:
     """A tensor of three axes as the matrix that an install has, where both are the same values in the same order: a
-    stack of matrices as all their rows, or axes of which one is 1."""
-    if len(tensor.shape) != 3 or shape is None or len(shape) != 2:
+    stack of matrices as all their rows, or a convolution's axes, of which the second or third is 1. A stack of one
+    matrix is in no published checkpoint, and stays what it is."""
+    if len(tensor.shape) != 3 or tensor.shape[0] == 1 or shape is None or len(shape) != 2:
         return tensor
     if shape == (tensor.rows, tensor.columns):
         return replace(tensor, shape=shape)
@@ -362,14 +363,22 @@ def _target(
         asked = AffineFormat(4 if form.bits <= 4 else 8, _ELDER_GROUP_SIZE, _ELDER_COMPANION_DTYPE)
     if asked is None:
         return kept, None
-    columns = source.columns
-    if columns % asked.group_size:
-        return kept, f"its input width {columns} is not a multiple of the group size {asked.group_size}"
+    if source.columns % asked.group_size:
+        return kept, _misfit(source.columns, asked.group_size, elder_compatible)
     bits = _ROUTER_BITS if role == "router" else asked.bits
     allowed = _ELDER_BITS.get(role, (4,))
     if elder_compatible and bits not in allowed:
         return replace(asked, bits=allowed[0]), f"the elder engines do not read {bits} bits there"
     return replace(asked, bits=bits), None
+
+
+def _misfit(columns: int, group_size: int, elder_compatible: bool) -> str:
+    fitting = [size for size in _CHOICES["group_size"] if columns % size == 0]
+    if elder_compatible:
+        instead = ""
+    else:
+        instead = f"; --group-size {max(fitting)} would quantize it" if fitting else ", nor of any other"
+    return f"its input width {columns} is not a multiple of the group size {group_size}{instead}"
 
 
 def _check_elder_config(source: Source) -> None:

@@ -39,7 +39,8 @@ class ConversionReport:
     """The result of ``convert``.
 
     ``dropped`` are tensors that are left out, ``exceptions`` tensors whose format is not the one that was asked for,
-    ``ignored`` files, each with the reason; ``lossy_values`` counts the values that narrowing to bfloat16 changed.
+    ``ignored`` files, each with the reason; ``packed`` counts the tensors that are quantized, ``quantized`` those of
+    which this conversion did it; ``lossy_values`` counts the values that narrowing to bfloat16 changed.
     """
 
     destination: Path
@@ -51,6 +52,7 @@ class ConversionReport:
     exceptions: dict[str, str] = field(default_factory=dict)
     ignored: dict[str, str] = field(default_factory=dict)
     quantized: int = 0
+    packed: int = 0
     narrowed: int = 0
     lossy_values: int = 0
     cleared: int = 0
@@ -63,6 +65,12 @@ class ConversionReport:
     @property
     def nbytes(self) -> int:
         return sum(role.nbytes for role in self.roles.values())
+
+    @property
+    def notes(self) -> list[str]:
+        """What is not as it was asked for, a line each."""
+        title = "not as asked" if self.packed else "warning: nothing was quantized"
+        return [f"{title}: {name} ({reason})" for name, reason in _folded(self.exceptions)]
 
     @property
     def copied(self) -> int:
@@ -83,11 +91,8 @@ class ConversionReport:
             lines.append(f"  {name:<14}{role.tensors:>5} tensors{role.nbytes:>16,} bytes  {formats}{error}")
         if self.lossy_values:
             lines.append(f"{self.lossy_values:,} values changed when they were narrowed to bfloat16")
-        for title, entries in (
-            ("not as asked", self.exceptions),
-            ("left out", self.dropped),
-            ("ignored", self.ignored),
-        ):
+        lines += self.notes
+        for title, entries in (("left out", self.dropped), ("ignored", self.ignored)):
             lines += [f"{title}: {name} ({reason})" for name, reason in _folded(entries)]
         return "\n".join(lines)
 

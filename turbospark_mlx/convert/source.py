@@ -21,7 +21,7 @@ import numpy as np
 
 from turbospark_mlx.convert.affine import dequantize_affine
 from turbospark_mlx.convert.floats import to_float32
-from turbospark_mlx.errors import ConvertError
+from turbospark_mlx.errors import ConvertError, counted
 from turbospark_mlx.protocols import (
     AffineFormat,
     Dropped,
@@ -135,7 +135,7 @@ class PositionedFile:
         while done < count:
             got = os.preadv(self._descriptor, [memoryview(data)[done:]], offset + done)
             if got == 0:
-                raise ConvertError(f"{self.path}: ends {count - done} bytes early. Download the file again.")
+                raise ConvertError(f"{self.path}: ends {counted(count - done, 'byte')} early. Download the file again.")
             done += got
         return data
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from turbospark_mlx.admission import whole_number
-from turbospark_mlx.errors import OptionError
+from turbospark_mlx.errors import OptionError, counted
 from turbospark_mlx.gturbo import ExpertsLayout, Install
 from turbospark_mlx.gturbo.files import spell_bytes
 
@@ -59,8 +59,9 @@ def resolve(layout: ExpertsLayout, top_k: int, *, residency: str, slots: int | s
     if residency == "resident":
         if whole > room:
             raise OptionError(
-                f"residency='resident': {layers} layers x {experts} experts take {spell_bytes(whole)}, and"
-                f" {spell_bytes(room)} of memory are free beside the rest of the model. Choose 'streamed'."
+                f"residency='resident': {counted(layers, 'layer')} x {counted(experts, 'expert')}"
+                f" take {spell_bytes(whole)}, and {spell_bytes(room)} of memory are free beside the rest of the model."
+                " Choose 'streamed'."
             )
         return Resolved(residency, reason, 0, "", whole)
     if residency == "mapped":
@@ -70,13 +71,13 @@ def resolve(layout: ExpertsLayout, top_k: int, *, residency: str, slots: int | s
     if count < top_k:
         raise OptionError(
             f"expert_slots={count}: every token uses {top_k} experts of a layer at once, so that at least {top_k} slots"
-            f" are needed: {layers} layers x {top_k} slots take {spell_bytes(top_k * slot_bytes)}."
+            f" are needed: {counted(layers, 'layer')} x {top_k} slots take {spell_bytes(top_k * slot_bytes)}."
         )
     if needed > room:
         raise OptionError(
-            f"expert_slots={count}: {layers} layers x {count} slots take {spell_bytes(needed)}, and"
-            f" {spell_bytes(room)} of memory are free beside the rest of the model. At least {top_k} slots"
-            f" ({spell_bytes(top_k * slot_bytes)}) are needed."
+            f"expert_slots={count}: {counted(layers, 'layer')} x {counted(count, 'slot')}"
+            f" take {spell_bytes(needed)}, and {spell_bytes(room)} of memory are free beside the rest of the model."
+            f" At least {counted(top_k, 'slot')} ({spell_bytes(top_k * slot_bytes)}) must fit."
         )
     return Resolved(residency, reason, count, why, needed)
 

@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 import mlx.core as mx
 import numpy as np
 
-from turbospark_mlx.errors import ContextError, GenerationError, OptionError
+from turbospark_mlx.errors import ContextError, GenerationError, OptionError, counted
 from turbospark_mlx.generation.detokenizer import Decoder, StreamingDetokenizer
 from turbospark_mlx.generation.sampling import Sampler, SamplingOptions, log_softmax
 from turbospark_mlx.generation.stopping import StopMatcher
@@ -118,7 +118,8 @@ def admit(prompt_tokens: int, max_tokens: int | None, max_context: int) -> int:
     if needed > max_context:
         more = "one more token" if max_tokens is None else f"max_tokens {max_tokens}"
         raise ContextError(
-            f"The prompt has {prompt_tokens} tokens; with {more} that is {needed}, and max_context is {max_context}."
+            f"The prompt has {counted(prompt_tokens, 'token')}; with {more}"
+            f" that is {needed}, and max_context is {max_context}."
             " Shorten the prompt, lower max_tokens (None takes what is left), or raise max_context."
         )
     return max_context - prompt_tokens if max_tokens is None else int(max_tokens)
