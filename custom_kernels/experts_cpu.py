@@ -42,11 +42,13 @@ def activate(blob: ExpertBlob, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
 
 
 def weighted_sum(products: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """``sum_k weights[:, k] * products[:, k]`` in that order: ``[rows, top_k, hidden]`` -> ``[rows, hidden]``."""
-    total = weights[:, :1] * products[:, 0]
+    """``sum_k weights[:, k] * products[:, k]`` in that order: ``[rows, top_k, hidden]`` -> ``[rows, hidden]``, in the
+    memory of ``products``, which are lost."""
+    for rank in range(products.shape[1]):
+        products[:, rank] *= weights[:, rank : rank + 1]
     for rank in range(1, products.shape[1]):
-        total += weights[:, rank : rank + 1] * products[:, rank]
-    return total
+        products[:, 0] += products[:, rank]
+    return products[:, 0]
 
 
 def _product(matrix: BlobMatrix, views: list[np.ndarray], x: np.ndarray, backend: Backend) -> np.ndarray:

@@ -18,6 +18,7 @@ from turbospark_mlx.admission import whole_number
 from turbospark_mlx.errors import ContextError, OptionError, counted
 from turbospark_mlx.experts import ExpertCounters
 from turbospark_mlx.experts.blob import used_bytes
+from turbospark_mlx.experts.chunks import products_bytes
 from turbospark_mlx.experts.reader import ExpertReader
 from turbospark_mlx.gturbo import Install
 from turbospark_mlx.memory import available_bytes
@@ -107,7 +108,10 @@ def measure(
         if progress is not None:
             progress(done + 1, repeats)
     report = runner.report()
-    experts = report.experts
+    experts, held = report.experts, 0
+    if experts:
+        sizes = install.arch["topKExperts"], install.arch["hiddenSize"]
+        held = experts.nbytes + products_bytes(min(report.prefill_chunk, report.max_context), *sizes)
     return {
         "model": report.model_type,
         "backend": report.backend,
@@ -119,7 +123,7 @@ def measure(
         "decode": _median([decode for _, decode in runs]),
         "raw_bandwidth": statistics.median(raw) if raw else None,
         "free_memory": free,
-        "predicted_memory": report.weight_bytes + report.kv_bytes + (experts.nbytes if experts else 0),
+        "predicted_memory": report.weight_bytes + report.kv_bytes + held,
         "peak_array_memory": mx.get_peak_memory(),
     }
 

@@ -210,8 +210,10 @@ class DecoderLayer(Module):
         """See ``Attention``. ``positions`` are those after what ``cache`` holds, or from 0 on; ``layer_input [B, L,
         d]`` is what this layer is told about each token, in models that have it."""
         positions = positions or Positions.after(cache, x.shape[1])
-        y = self.self_attn(x, positions, cache, {} if visible is None else visible, norm=self.input_layernorm)
-        x = add_normed(x, self.post_attention_layernorm, y)
+        visible = {} if visible is None else visible
+        attended = self.self_attn(x, positions, cache, visible, norm=self.input_layernorm)
+        x = add_normed(x, self.post_attention_layernorm, attended)
+        del attended  # a chunk's, which are many bytes beside those of its experts' products
         y = self.mixture(x) if "router" in self else self.mlp(x, norm=self.pre_feedforward_layernorm)
         if layer_input is None:
             return add_normed(x, self.post_feedforward_layernorm, y, scale=self["layer_scalar"])

@@ -9,6 +9,7 @@ from turbospark_mlx.errors import InstallError, OptionError
 from turbospark_mlx.gturbo import Install, InstallWriter, TensorSpec
 from turbospark_mlx.gturbo.formats import role_of
 from turbospark_mlx.protocols import AffineFormat
+from turbospark_mlx.testing import make_tiny_install
 
 from . import handmade
 from .test_experts import mxfp4_moe
@@ -140,6 +141,7 @@ def test_info_adds_up(tmp_path, capsys):
         "expertSlots": 0,
         "experts": 0,
         "cache": {"half": half, "float32": full},
+        "products": {"half": 0, "float32": 0},
         "total": {"half": weights + half, "float32": weights + full},
     }
     assert document["engines"]["turbospark-mlx"] == []
@@ -167,6 +169,21 @@ def test_info_in_words(tmp_path, capsys):
     assert "The install needs turbospark-mlx's extension" in text
     assert "memory at 2,048 tokens" in text
     assert "receipt        none" in text
+
+
+def test_info_counts_the_products_of_a_prompt(tmp_path, capsys):
+    directory = make_tiny_install("llama", tmp_path / "i.gturbo", variant="qwen3-moe")
+    assert command(info, directory, "--json", "--max-context", 4000) == 0
+    document = json.loads(capsys.readouterr().out)
+    memory, top_k = document["memory"], document["experts"]["topK"]
+    # As many products of ``hidden`` float32 a token as it has experts, for as many tokens as are run at once.
+    assert memory["products"] == {"half": 2048 * top_k * 64 * 4, "float32": 512 * top_k * 64 * 4}
+    parts = memory["weights"] + memory["experts"] + memory["cache"]["float32"] + memory["products"]["float32"]
+    assert memory["total"]["float32"] == parts
+    assert command(info, directory, "--json", "--max-context", 100) == 0
+    assert json.loads(capsys.readouterr().out)["memory"]["products"]["float32"] == 100 * top_k * 64 * 4
+    assert command(info, directory) == 0
+    assert "+ products of a prompt " in capsys.readouterr().out
 
 
 def test_info_counts_expert_slots(tmp_path, capsys):
@@ -227,7 +244,6 @@ def test_info_hashes_nothing(tmp_path):
 
 
 def test_info_lists_what_no_logit_depends_on(tmp_path, capsys):
-    from turbospark_mlx.testing import make_tiny_install
 
     for family, variant, expected in (
         ("gemma4", "gemma4-dense", ["language_model.model.layers.2.layer_scalar"]),

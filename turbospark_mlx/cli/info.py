@@ -175,6 +175,8 @@ def _memory(
     install: Install, config: ModelConfig | None, max_context: int | None, expert_slots: int | str | None
 ) -> dict[str, Any]:
     from turbospark_mlx.admission import DEFAULT_CONTEXT, whole_number
+    from turbospark_mlx.experts.chunks import products_bytes
+    from turbospark_mlx.runner import PREFILL_CHUNK
 
     if max_context is not None:
         context = whole_number("--max-context", max_context)
@@ -188,9 +190,15 @@ def _memory(
         slots, experts = _slots(install, expert_slots, weights, caches)
     memory: dict[str, Any] = {"maxContext": context, "weights": weights, "expertSlots": slots, "experts": experts}
     if config is None:
-        return {**memory, "cache": None, "total": None}
+        return {**memory, "cache": None, "products": None, "total": None}
     cache = {"half": config.kv_bytes(context, 2), "float32": config.kv_bytes(context, 4)}
-    return {**memory, "cache": cache, "total": {width: weights + experts + size for width, size in cache.items()}}
+    products = dict.fromkeys(cache, 0)
+    if experts:
+        sizes = install.arch["topKExperts"], install.arch["hiddenSize"]
+        chunks = {"half": PREFILL_CHUNK["gpu"], "float32": PREFILL_CHUNK["cpu"]}
+        products = {width: products_bytes(min(context, rows), *sizes) for width, rows in chunks.items()}
+    total = {width: weights + experts + cache[width] + products[width] for width in cache}
+    return {**memory, "cache": cache, "products": products, "total": total}
 
 
 def _slots(install: Install, asked: int | str, weights: int, caches: Callable[[int], int]) -> tuple[int, int]:
@@ -255,10 +263,12 @@ def _text(document: dict[str, Any]) -> list[str]:
     if memory["total"] is None:
         lines.append("    + caches (unknown: no family of this version runs it)")
     else:
-        lines += [
-            f"    + cache {spell_bytes(memory['cache'][width])} ({label}) = {spell_bytes(memory['total'][width])}"
-            for width, label in (("half", "half precision"), ("float32", "float32, on a CPU"))
-        ]
+        for width, label in (("half", "half precision"), ("float32", "float32, on a CPU")):
+            products = f" + products of a prompt {spell_bytes(memory['products'][width])}" if experts else ""
+            lines.append(
+                f"    + cache {spell_bytes(memory['cache'][width])} ({label}){products}"
+                f" = {spell_bytes(memory['total'][width])}"
+            )
     lines.append(f"  receipt        {'valid' if document['receipt'] else 'none: the next open hashes the files'}")
     return lines
 

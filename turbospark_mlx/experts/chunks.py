@@ -15,6 +15,11 @@ def most_rows(top_k: int, hidden: int) -> int:
     return max(1, SCRATCH_BYTES // (4 * top_k * hidden))
 
 
+def products_bytes(rows: int, top_k: int, hidden: int) -> int:
+    """What the products of a chunk of ``rows`` rows take."""
+    return 4 * min(rows, most_rows(top_k, hidden)) * top_k * hidden
+
+
 def mix_in_parts(
     mix: Callable[..., mx.array], indices, x: mx.array, weights: mx.array, residual: mx.array | None
 ) -> mx.array:
