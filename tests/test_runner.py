@@ -183,13 +183,13 @@ class TestFailures:
         runner = Runner(model, prefill_chunk=4)
         if start:
             runner.prefill(PROMPT[:start])
-        evaluate, interrupts = mx.eval, [signal.SIGINT]
+        evaluate, interrupts = mx.eval, [KeyboardInterrupt]
 
         def interrupted(*arrays):
             if is_done:
                 evaluate(*arrays)
             if interrupts:
-                signal.raise_signal(interrupts.pop())
+                raise interrupts.pop()
             if not is_done:
                 evaluate(*arrays)
 
