@@ -21,7 +21,7 @@ import mlx.core as mx
 
 from turbospark_mlx.custom_kernels.backends import Backend
 from turbospark_mlx.custom_kernels.backends.kernel import Kernel, Launch, float_bits
-from turbospark_mlx.custom_kernels.backends.op import Op
+from turbospark_mlx.custom_kernels.backends.op import Op, spell_arrays
 from turbospark_mlx.custom_kernels.norm import ACTIVATIONS, Activation, gated_rms_norm_reference
 from turbospark_mlx.errors import OptionError
 
@@ -145,11 +145,10 @@ def _sizes(
             return groups, heads, key_dim, value_dim
     given = {"projected": projected, "tail": tail, "state": state, "convolution": weights.convolution}
     given |= {"a_log": weights.a_log, "dt_bias": weights.dt_bias, "norm": weights.norm}
-    found = ", ".join(f"{name} {array.dtype} {list(array.shape)}" for name, array in given.items())
     front = "S, " if slots else ""
     raise OptionError(
-        f"{op}: {found} do not fit projected [B, L, C + H (Dv + 2)], tail [{front}B, T - 1, C] of its dtype, state "
-        f"float32 [{front}B, H, Dv, Dk], convolution [C, T, 1], a_log [H], dt_bias [H], norm [Dv]"
+        f"{op}: {spell_arrays(given)} do not fit projected [B, L, C + H (Dv + 2)], tail [{front}B, T - 1, C] of its"
+        f" dtype, state float32 [{front}B, H, Dv, Dk], convolution [C, T, 1], a_log [H], dt_bias [H], norm [Dv]"
     )
 
 

@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from turbospark_mlx.custom_kernels.backends import Backend
 from turbospark_mlx.custom_kernels.backends.kernel import SIMD_WIDTH, Kernel, Launch
-from turbospark_mlx.custom_kernels.backends.op import Op
+from turbospark_mlx.custom_kernels.backends.op import Op, spell_arrays
 from turbospark_mlx.errors import OptionError
 
 KERNEL = Kernel(
@@ -91,10 +91,9 @@ def dilated_convolution_step(
     }
     if not alike or weight.shape != (width, taps) or tail.shape != shape or tail.shape[0] < 2 or taps < 2:
         given = {"x": x, "told": told, "residual": residual, "tail": tail, "weight": weight}
-        found = ", ".join(f"{name} {array.dtype} {list(array.shape)}" for name, array in given.items())
         raise OptionError(
-            f"dilated_convolution_step: {found} do not fit [B, 1, W] three times, [S, B, (T - 1) * {apart}, W] and"
-            " [W, T]"
+            f"dilated_convolution_step: {spell_arrays(given)} do not fit [B, 1, W] three times,"
+            f" [S, B, (T - 1) * {apart}, W] and [W, T]"
         )
     backend.count(DILATED_CONVOLUTION.name, "kernel")
     call = plan(backend.name, batch, width, taps, apart, x.dtype, weight.dtype)

@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from turbospark_mlx.custom_kernels.backends import Backend
 from turbospark_mlx.custom_kernels.backends.kernel import Kernel, Launch, float_bits
-from turbospark_mlx.custom_kernels.backends.op import Op
+from turbospark_mlx.custom_kernels.backends.op import Op, spell_arrays
 from turbospark_mlx.custom_kernels.norm import rms_norm_reference
 from turbospark_mlx.custom_kernels.rotation import rotate_reference
 from turbospark_mlx.errors import OptionError
@@ -181,10 +181,9 @@ def index_append(
     ):
         given = {"rows": rows, "q_norm": q_norm, "k_norm": k_norm, "rotation": rotation}
         given |= {"block_rotation": block_rotation, "keys": keys, "blocks": blocks}
-        found = ", ".join(f"{name} {array.dtype} {list(array.shape)}" for name, array in given.items())
         raise OptionError(
-            f"index_append: {found} do not fit [B, 1, (heads + 1) D], [D] twice, [1, P, 2] twice with P at most D / 2,"
-            " and [1, B, 1, S, D] twice"
+            f"index_append: {spell_arrays(given)} do not fit [B, 1, (heads + 1) D], [D] twice, [1, P, 2] twice with"
+            " P at most D / 2, and [1, B, 1, S, D] twice"
         )
     backend.count(INDEX_APPEND.name, "kernel")
     norms = q_norm.dtype, k_norm.dtype

@@ -110,8 +110,8 @@ def measure(
     report = runner.report()
     experts, held = report.experts, 0
     if experts:
-        sizes = install.arch["topKExperts"], install.arch["hiddenSize"]
-        held = experts.nbytes + products_bytes(min(report.prefill_chunk, report.max_context), *sizes)
+        chunk = min(report.prefill_chunk, report.max_context)
+        held = experts.nbytes + products_bytes(install.arch, chunk)
     return {
         "model": report.model_type,
         "backend": report.backend,

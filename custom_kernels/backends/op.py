@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import mlx.core as mx
 
 from turbospark_mlx.custom_kernels.backends import Backend
 from turbospark_mlx.custom_kernels.backends.kernel import Kernel
+
+
+def spell_arrays(given: Mapping[str, mx.array]) -> str:
+    """Names, dtypes and shapes, for an error about arrays that do not fit each other."""
+    return ", ".join(f"{name} {array.dtype} {list(array.shape)}" for name, array in given.items())
 
 
 @dataclass(frozen=True)

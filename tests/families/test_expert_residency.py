@@ -11,6 +11,7 @@ import pytest
 from tests.families.models import config_of
 from tests.families.oracles import FAMILIES, slow_without_switches
 from turbospark_mlx import generate, load
+from turbospark_mlx.custom_kernels.backends import compiler, host
 from turbospark_mlx.errors import InstallError, OptionError
 from turbospark_mlx.families import family_for_model_type
 from turbospark_mlx.gturbo import files
@@ -83,6 +84,23 @@ def test_experts_as_parameters_are_close(install, family, variant):
         assert runner.experts is None
         for mine, theirs in zip(answers(runner), expected, strict=True):
             assert np.abs(mine - theirs).max() < 1e-4 * theirs.std()
+
+
+@pytest.mark.skipif(not compiler.candidates(), reason="no C++ compiler")
+def test_a_long_chunk_takes_every_way_and_loads_no_kernel(install):
+    """Some experts have more rows than the kernel takes, and some have fewer."""
+    path = install("llama", "mixtral")  # no other matrix is of its experts' shape
+    prompt = np.random.default_rng(1).integers(0, 320, 90).tolist()
+    host._compiled.cache_clear()
+    host.prepared.cache_clear()
+    with Runner.open(path, residency="resident", kernels="host") as runner:
+        loaded = host._compiled.cache_info().misses
+        expected = np.array(runner.prefill(prompt))
+        assert host._compiled.cache_info().misses == loaded
+        assert {way for op, way in runner.report().operations if op == "expert_mixture"} == {"kernel", "blas"}
+    for slots in (3, 5, 8):
+        with Runner.open(path, kernels="host", expert_slots=slots) as runner:
+            assert np.array_equal(runner.prefill(prompt), expected)
 
 
 def test_a_read_error_in_the_middle_of_a_token(install, monkeypatch):

@@ -194,9 +194,8 @@ def _memory(
     cache = {"half": config.kv_bytes(context, 2), "float32": config.kv_bytes(context, 4)}
     products = dict.fromkeys(cache, 0)
     if experts:
-        sizes = install.arch["topKExperts"], install.arch["hiddenSize"]
         chunks = {"half": PREFILL_CHUNK["gpu"], "float32": PREFILL_CHUNK["cpu"]}
-        products = {width: products_bytes(min(context, rows), *sizes) for width, rows in chunks.items()}
+        products = {width: products_bytes(install.arch, min(context, rows)) for width, rows in chunks.items()}
     total = {width: weights + experts + cache[width] + products[width] for width in cache}
     return {**memory, "cache": cache, "products": products, "total": total}
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import mlx.core as mx
 
@@ -15,8 +16,9 @@ def most_rows(top_k: int, hidden: int) -> int:
     return max(1, SCRATCH_BYTES // (4 * top_k * hidden))
 
 
-def products_bytes(rows: int, top_k: int, hidden: int) -> int:
-    """What the products of a chunk of ``rows`` rows take."""
+def products_bytes(arch: Mapping[str, Any], rows: int) -> int:
+    """What the products of a chunk of ``rows`` rows take in a model of this ``arch`` of a manifest."""
+    top_k, hidden = arch["topKExperts"], arch["hiddenSize"]
     return 4 * min(rows, most_rows(top_k, hidden)) * top_k * hidden
 
 
