@@ -1,6 +1,6 @@
 """Reading fields of a configuration that someone else wrote: every value is checked, every refusal names its field.
 
-Knows nothing of any family.
+Knows nothing of any family, only what all configurations must fulfil.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from turbospark_mlx.errors import ConvertError, TurbosparkError
+from turbospark_mlx.errors import ConvertError, TurbosparkError, counted
 
 LARGEST_SIZE = 2**31 - 1
 """MLX keeps array dimensions in 32 bits."""
@@ -162,3 +162,22 @@ class Fields:
             value == h and isinstance(value, bool) == isinstance(h, bool) for h in harmless
         ):
             raise self.refuse(key, why)
+
+
+def check_layer_kinds(fields: Fields, config: Any) -> None:
+    """Refuse a configuration that does not say of what kind each layer is."""
+    kinds, layers = len(config.layer_types), config.num_hidden_layers
+    if kinds != layers:
+        raise fields.error(f"{fields.where}: {counted(kinds, 'layer kind')} for {counted(layers, 'layer')}.")
+
+
+def check_head_groups(fields: Fields, heads: int, kv_heads: int) -> None:
+    """Refuse query heads that cannot share the key/value heads evenly."""
+    if heads % kv_heads:
+        raise fields.error(f"{fields.where}: {heads} attention heads cannot share {kv_heads} key/value heads evenly.")
+
+
+def check_layers(fields: Fields, config: Any) -> None:
+    """Refuse a configuration whose layers and kinds of layers, or heads, do not fit each other."""
+    check_layer_kinds(fields, config)
+    check_head_groups(fields, config.num_attention_heads, config.num_key_value_heads)

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from turbospark_mlx.errors import counted
-from turbospark_mlx.families.fields import Fields, arch_sizes
+from turbospark_mlx.families.fields import Fields, arch_sizes, check_layers
 
 FULL, LINEAR = "full_attention", "linear_attention"
 
@@ -133,14 +132,8 @@ def check_sizes(fields: Fields, config: Any) -> None:
     def fail(why: str) -> Exception:
         return fields.error(f"{fields.where}: {why}")
 
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    check_layers(fields, config)
     keys, values = config.linear_num_key_heads, config.linear_num_value_heads
-    if len(config.layer_types) != config.num_hidden_layers:
-        raise fail(
-            f"{counted(len(config.layer_types), 'layer kind')} for {counted(config.num_hidden_layers, 'layer')}."
-        )
-    if heads % kv_heads:
-        raise fail(f"{heads} attention heads cannot share {kv_heads} key/value heads evenly.")
     if values % keys:
         raise fail(f"{values} value heads of recurrent layers cannot share {keys} key heads evenly.")
     if config.partial_rotary_factor > 1:

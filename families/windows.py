@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from turbospark_mlx.errors import counted
-from turbospark_mlx.families.fields import Fields, arch_sizes
+from turbospark_mlx.families.fields import Fields, arch_sizes, check_layers
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -72,18 +71,6 @@ def kinds_of_mask(fields: Fields) -> tuple[str, ...]:
     if any(isinstance(entry, bool) or entry not in (0, 1) for entry in mask):
         raise fields.refuse("fullAttentionLayerMask", "this family has full (1) and sliding (0) layers.")
     return tuple(FULL if entry else SLIDING for entry in mask)
-
-
-def check_layers(fields: Fields, config: Any) -> None:
-    """Refuse a configuration whose heads, layers and kinds of layers do not fit each other."""
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    if heads % kv_heads:
-        raise fields.error(f"{fields.where}: {heads} attention heads cannot share {kv_heads} key/value heads evenly.")
-    if len(config.layer_types) != config.num_hidden_layers:
-        raise fields.error(
-            f"{fields.where}: {counted(len(config.layer_types), 'layer kind')}"
-            f" for {counted(config.num_hidden_layers, 'layer')}."
-        )
 
 
 def check_attention(fields: Fields, config: Any) -> None:

@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from turbospark_mlx.errors import ConvertError, InstallError, counted
-from turbospark_mlx.families.fields import MOST_LAYERS, Fields, arch_sizes
+from turbospark_mlx.errors import ConvertError, InstallError
+from turbospark_mlx.families.fields import MOST_LAYERS, Fields, arch_sizes, check_head_groups, check_layer_kinds
 from turbospark_mlx.families.windows import FULL, SLIDING, check_kinds, kinds_of_mask, mask_of
 
 WRAPPED_TYPES = ("gemma4", "gemma4_unified")
@@ -360,14 +360,12 @@ def _checked(fields: Fields, config: Gemma4Config) -> Gemma4Config:
         return fields.error(f"{fields.where}: {why}")
 
     types, shared = config.layer_types, config.num_kv_shared_layers
-    if len(types) != config.num_hidden_layers:
-        raise fail(f"{counted(len(types), 'layer kind')} for {counted(config.num_hidden_layers, 'layer')}.")
+    check_layer_kinds(fields, config)
     if types[-1] != FULL:
         raise fail("the last layer slides. transformers makes it a full one; say so in layer_types.")
     for layer in (types.index(kind) for kind in dict.fromkeys(types)):
         heads, size = config.kv_heads(layer), config.head_size(layer)
-        if config.num_attention_heads % heads:
-            raise fail(f"{config.num_attention_heads} attention heads cannot share {heads} key/value heads evenly.")
+        check_head_groups(fields, config.num_attention_heads, heads)
         if size % 2:
             raise fail(f"the head size is {size}; rotary position embedding needs pairs.")
     if config.partial_rotary_factor > 1:

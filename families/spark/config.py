@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from turbospark_mlx.errors import ConvertError, InstallError
-from turbospark_mlx.families.fields import MOST_LAYERS, Fields
+from turbospark_mlx.families.fields import MOST_LAYERS, Fields, check_layers
 from turbospark_mlx.families.rope import DEFAULT_THETA
-from turbospark_mlx.families.windows import FULL, SLIDING, Windowed, check_kinds, check_layers, kinds_of_mask
+from turbospark_mlx.families.windows import FULL, SLIDING, Windowed, check_kinds, kinds_of_mask
 
 _HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("gelu",),
