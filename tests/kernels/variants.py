@@ -489,6 +489,7 @@ def variants(backend: Backend) -> Iterator[Call]:
     for rows in (1, 3, 8):
         yield dense(backend, rows, 1023, 130, mx.float16, mx.bfloat16, biased=True)
         yield dense(backend, rows, 128, 64, mx.bfloat16, mx.float32, biased=False)
+        yield dense(backend, rows, 2560, 32, mx.bfloat16, mx.bfloat16, biased=False)
         yield dense(backend, rows, 96, 40, mx.bfloat16, mx.float16, biased=True, stream=mx.float32)
     for head_dim, value_dim in ((16, 16), (64, 64), (80, 80), (128, 128), (256, 256), (512, 512), (576, 512)):
         yield attend(backend, 9, 3, 1, 100, head_dim, value_dim, mx.bfloat16, mx.float16)
