@@ -39,7 +39,7 @@ from turbospark_mlx.custom_kernels.gated import gated_product
 from turbospark_mlx.custom_kernels.head import greedy_head
 from turbospark_mlx.custom_kernels.indexer import index_append, index_appends, pool_blocks
 from turbospark_mlx.custom_kernels.latent_attention import LATENT_ATTENTION, HeadRows, latent_attends, latent_attention
-from turbospark_mlx.custom_kernels.norm import add_rms_norm, gated_rms_norm, rms_norm, rms_norm_add
+from turbospark_mlx.custom_kernels.norm import JoinedNorms, add_rms_norm, gated_rms_norm, rms_norm, rms_norm_add
 from turbospark_mlx.custom_kernels.rotary import appends, qkv_append, qkv_epilogue, rotation_table
 from turbospark_mlx.custom_kernels.rotation import rotate, rotations
 from turbospark_mlx.custom_kernels.router import router_topk_select
@@ -95,6 +95,7 @@ __all__ = [
     "ExpertArena",
     "ExpertBlob",
     "HeadRows",
+    "JoinedNorms",
     "Mixture",
     "add_rms_norm",
     "affine_embedding",

@@ -21,19 +21,19 @@ SMALL = 1 << 20
 """Weights up to which a GPU's product is as long as its launch: MLX's takes a view before it and one behind it."""
 
 
-def dense_matmul_reference(x, weight, *, bias=None, residual=None) -> mx.array:
+def dense_matmul_reference(x, weight, *, bias=None, residual=None, dtype=None) -> mx.array:
     """Definition of `dense_matmul`."""
     y = x.astype(mx.float32) @ weight.astype(mx.float32).T
     y = y if bias is None else y + bias.astype(mx.float32)
-    return y.astype(x.dtype) if residual is None else (y + residual.astype(mx.float32)).astype(residual.dtype)
+    return y.astype(dtype or x.dtype) if residual is None else (y + residual.astype(mx.float32)).astype(residual.dtype)
 
 
-def serves(x: mx.array, weight: mx.array, backend: Backend) -> bool:
+def serves(x: mx.array, weight: mx.array, dtype: mx.Dtype, backend: Backend) -> bool:
     """Whether the kernel is what is fastest: MLX and the BLAS are good at large matrices in the dtype of x."""
     return (
-        (x.dtype != weight.dtype or (backend.device == "gpu" and weight.size <= SMALL))
+        (x.dtype != weight.dtype or x.dtype != dtype or (backend.device == "gpu" and weight.size <= SMALL))
         and min(weight.size, x.size) >= 8
-        and DENSE_MATMUL.serves(backend, x.dtype, rows=x.size // x.shape[-1])
+        and DENSE_MATMUL.serves(backend, x.dtype, dtype, rows=x.size // x.shape[-1])
     )
 
 
@@ -47,6 +47,7 @@ def plan(
     weight: mx.Dtype,
     bias: mx.Dtype | None,
     residual: mx.Dtype | None,
+    result: mx.Dtype,
 ) -> Launch:
     """The launch for ``x`` of ``shape``, whose rows, at most ``most``, are read together, and ``out`` rows of W."""
     columns = shape[-1]
@@ -63,7 +64,7 @@ def plan(
         template=(
             ("T", dtype),
             ("W", weight),
-            ("Y", residual or dtype),
+            ("Y", result),
             ("K", columns),
             ("N", out),
             ("M", most),
@@ -75,7 +76,7 @@ def plan(
         simdgroups=simdgroups,
         input_dtypes=(weight, dtype, bias, residual),
         output_shapes=((*shape[:-1], out),),
-        output_dtypes=(residual or dtype,),
+        output_dtypes=(result,),
     )
 
 
@@ -85,14 +86,16 @@ def dense_matmul(
     *,
     bias: mx.array | None = None,
     residual: mx.array | None = None,
+    dtype: mx.Dtype | None = None,
     backend: Backend,
 ) -> mx.array:
     """``x @ weight.T + bias + residual``.
 
     ``x [..., K]``, ``weight [N, K]`` float16, bfloat16 or float32, ``bias [N]``, ``residual [..., N]`` -> ``[..., N]``
-    in the dtype of ``residual``, else of ``x``. Up to 8 rows run in our kernel where the dtypes of ``x`` and ``weight``
-    differ, because the matrix would be cast at each call, and on a GPU with up to 2^20 weights. The rest uses MLX's
-    product on GPUs and numpy's BLAS on a CPU. Raises OptionError for shapes that do not fit.
+    in the dtype of ``residual``, else in ``dtype``, by default that of ``x``. Up to 8 rows run in our kernel where
+    ``dtype`` or that of ``weight`` is another than that of ``x``, because a whole array would be cast at each call, and
+    on a GPU with up to 2^20 weights. The rest uses MLX's product on GPUs and numpy's BLAS on a CPU. Raises OptionError
+    for shapes that do not fit.
     """
     if weight.ndim != 2 or not x.ndim or x.shape[-1] != weight.shape[1]:
         raise OptionError(
@@ -104,17 +107,20 @@ def dense_matmul(
         raise OptionError(
             f"dense_matmul: residual is {list(residual.shape)}, but the result is {[*x.shape[:-1], weight.shape[0]]}"
         )
+    dtype = dtype or x.dtype
+    result = dtype if residual is None else residual.dtype
     if x.size == 0:
-        return mx.zeros((*x.shape[:-1], weight.shape[0]), dtype=x.dtype if residual is None else residual.dtype)
-    if serves(x, weight, backend):
+        return mx.zeros((*x.shape[:-1], weight.shape[0]), dtype=result)
+    if serves(x, weight, dtype, backend):
         backend.count(DENSE_MATMUL.name, "kernel")
 
         def launch(part: mx.array, most: int, added: mx.array | None) -> mx.array:
             dtypes = (x.dtype, weight.dtype, *(None if array is None else array.dtype for array in (bias, added)))
-            call = plan(backend.name, part.shape, most, weight.shape[0], *dtypes)
+            call = plan(backend.name, part.shape, most, weight.shape[0], *dtypes, result)
             return backend.launch(call, (weight, part, bias, added))[0]
 
         return in_parts(launch, x, (residual,), TOGETHER[backend.name], (*x.shape[:-1], weight.shape[0]))
+    x = x.astype(dtype)
     if backend.device == "cpu":
         backend.count(DENSE_MATMUL.name, "blas")
         y = blas.dense_matmul(x, weight, bias=bias)

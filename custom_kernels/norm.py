@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from math import prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import mlx.core as mx
 
@@ -13,8 +13,18 @@ from turbospark_mlx.custom_kernels.backends.kernel import SIMD_WIDTH, Kernel, La
 from turbospark_mlx.custom_kernels.backends.op import Op
 from turbospark_mlx.errors import OptionError
 
-NORM = Kernel("rms_norm", inputs=("x", "weight", "gate", "residual", "scale"), outputs=("y",), headers=("reduce",))
-ADD_NORM = Kernel("add_rms_norm", inputs=("x", "residual", "weight"), outputs=("sum", "y"), headers=("reduce",))
+NORM = Kernel(
+    "rms_norm",
+    inputs=("x", "weight", "gate", "residual", "scale", "x_weight", "other", "other_weight"),
+    outputs=("y",),
+    headers=("reduce",),
+)
+ADD_NORM = Kernel(
+    "add_rms_norm",
+    inputs=("x", "residual", "before", "weight", "second"),
+    outputs=("sum", "y", "z"),
+    headers=("reduce",),
+)
 RMS_NORM = Op("rms_norm", (NORM,))
 GATED_RMS_NORM = Op("gated_rms_norm", (NORM,))
 RMS_NORM_ADD = Op("rms_norm_add", (NORM,))
@@ -26,6 +36,14 @@ SHARED_COLUMNS = 1024
 
 Activation = Literal["silu", "sigmoid"]
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "sigmoid")
+
+
+class JoinedNorms(NamedTuple):
+    """A second array whose norm is added to that of the first, with the weights of both."""
+
+    x_weight: mx.array
+    other: mx.array
+    other_weight: mx.array
 
 
 def rms_norm_reference(x, weight, *, eps: float, centered: bool = False, dtype=None) -> mx.array:
@@ -45,19 +63,30 @@ def gated_rms_norm_reference(x, gate, weight, *, eps: float, activation: Activat
     return (rms_norm_reference(x.astype(mx.float32), weight, eps=eps) * opened).astype(x.dtype)
 
 
-def rms_norm_add_reference(x, weight, residual, *, eps: float, centered: bool = False, scale=None) -> mx.array:
+def rms_norm_add_reference(
+    x, weight, residual, *, eps: float, centered: bool = False, scale=None, joined: JoinedNorms | None = None
+) -> mx.array:
     """Definition of `rms_norm_add`."""
-    wide = rms_norm_reference(x.astype(mx.float32), weight, eps=eps, centered=centered) + residual.astype(mx.float32)
+    x, options = x.astype(mx.float32), {"eps": eps, "centered": centered}
+    if joined is not None:
+        x = rms_norm_reference(x, joined.x_weight, **options)
+        x = x + rms_norm_reference(joined.other.astype(mx.float32), joined.other_weight, **options)
+    wide = rms_norm_reference(x, weight, **options) + residual.astype(mx.float32)
     if isinstance(scale, mx.array):
         scale = scale.astype(mx.float32)
     return (wide if scale is None else wide * scale).astype(residual.dtype)
 
 
-def add_rms_norm_reference(x, residual, weight, *, eps: float, centered: bool = False) -> tuple[mx.array, mx.array]:
+def add_rms_norm_reference(
+    x, residual, weight, *, eps: float, centered: bool = False, before=None, second=None, dtype=None
+) -> tuple[mx.array, ...]:
     """Definition of `add_rms_norm`."""
-    total = (residual.astype(mx.float32) + x.astype(mx.float32)).astype(residual.dtype)
-    normalized = rms_norm_reference(total.astype(mx.float32), weight, eps=eps, centered=centered)
-    return total, normalized.astype(x.dtype)
+    wide, options = x.astype(mx.float32), {"eps": eps, "centered": centered}
+    if before is not None:
+        wide = rms_norm_reference(wide, before, **options)
+    total = (residual.astype(mx.float32) + wide).astype(residual.dtype)
+    weights = ((weight, dtype or x.dtype), (second, x.dtype))
+    return total, *(rms_norm_reference(total, w, dtype=kind, **options) for w, kind in weights if w is not None)
 
 
 @lru_cache(maxsize=4096)
@@ -69,8 +98,10 @@ def plan(
     parameters: tuple[tuple[str, int | bool], ...],
     input_dtypes: tuple[mx.Dtype | None, ...],
     outputs: tuple[tuple[str, mx.Dtype], ...],
+    absent: tuple[str, ...] = (),
 ) -> Launch:
-    """The launch of either kernel for ``x`` of ``shape``; ``outputs`` names the template parameter of each dtype."""
+    """The launch of either kernel for ``x`` of ``shape``; ``outputs`` names the template parameter of each dtype, and
+    ``absent`` those outputs that are not written."""
     rows, columns = prod(shape[:-1]), shape[-1]
     host = backend == "host"
     shared = not host and columns >= SHARED_COLUMNS
@@ -91,18 +122,29 @@ def plan(
         groups=(groups, 1),
         simdgroups=1 if host else simdgroups,
         input_dtypes=input_dtypes,
-        output_shapes=(shape,) * len(outputs),
+        output_shapes=tuple(None if name in absent else shape for name, _ in outputs),
         output_dtypes=tuple(dtype for _, dtype in outputs),
     )
 
 
 def _run(
-    x, weight, *, eps: float, centered=False, gate=None, activation=0, residual=None, scale=None, dtype=None, backend
+    x,
+    weight,
+    *,
+    eps: float,
+    centered=False,
+    gate=None,
+    activation=0,
+    residual=None,
+    scale=None,
+    joined: JoinedNorms | None = None,
+    dtype=None,
+    backend,
 ):
     """``rms_norm`` with all that it can do."""
     dtype = dtype or (x.dtype if residual is None else residual.dtype)
     number = isinstance(scale, float)
-    given = (x, weight, gate, residual, None if number else scale)
+    given = (x, weight, gate, residual, None if number else scale, *(joined or (None,) * 3))
     parameters = (
         ("WEIGHTS", 0 if weight is None else weight.size // x.shape[-1]),
         ("CENTERED", centered),
@@ -110,6 +152,7 @@ def _run(
         ("RESIDUAL", residual is not None),
         ("SCALED", 2 if number else 0 if scale is None else 1),
         ("FACTOR_BITS", float_bits(scale if number else 1.0)),
+        ("JOINED", joined is not None),
     )
     dtypes = tuple(None if a is None else a.dtype for a in given)
     return backend.launch(plan(backend.name, NORM, x.shape, eps, parameters, dtypes, (("O", dtype),)), given)[0]
@@ -124,6 +167,11 @@ def _check(op: str, x: mx.array, weight: mx.array | None, **alike: mx.array) -> 
     for name, array in alike.items():
         if array.shape != x.shape:
             raise OptionError(f"{op}: {name} is {list(array.shape)}, but x is {list(x.shape)}; they must agree")
+
+
+def _check_vector(op: str, x: mx.array, weight: mx.array) -> None:
+    if weight.shape != x.shape[-1:]:
+        raise OptionError(f"{op}: weight is {list(weight.shape)}; it must be [{x.shape[-1]}]")
 
 
 def rms_norm(
@@ -184,19 +232,23 @@ def rms_norm_add(
     eps: float,
     centered: bool = False,
     scale: mx.array | float | None = None,
+    joined: JoinedNorms | None = None,
     backend: Backend,
 ) -> mx.array:
     """``(residual + rms_norm(x, weight)) * scale``: a norm after a sublayer, and its way into the residual stream.
 
-    ``x``, ``residual [..., D]``, ``scale [1]`` or a float or None -> the dtype of ``residual``. Raises OptionError for
-    parts that do not fit.
+    ``x``, ``residual [..., D]``, ``scale [1]`` or a float or None -> the dtype of ``residual``. ``joined`` puts
+    ``rms_norm(x, x_weight) + rms_norm(other, other_weight)`` in place of ``x``, for sublayers of two branches. Raises
+    OptionError for parts that do not fit.
     """
-    _check("rms_norm_add", x, weight, residual=residual)
+    _check("rms_norm_add", x, weight, residual=residual, **({} if joined is None else {"other": joined.other}))
+    for each in () if joined is None else (joined.x_weight, joined.other_weight):
+        _check_vector("rms_norm_add", x, each)
     if isinstance(scale, mx.array) and scale.shape != (1,):
         raise OptionError(f"rms_norm_add: scale is {list(scale.shape)}; it must be [1]")
     if x.size == 0:
         return residual
-    options = {"eps": eps, "centered": centered, "scale": scale}
+    options = {"eps": eps, "centered": centered, "scale": scale, "joined": joined}
     if RMS_NORM_ADD.serves(backend, x.dtype, residual.dtype):
         backend.count(RMS_NORM_ADD.name, "kernel")
         return _run(x, weight, residual=residual, **options, backend=backend)
@@ -205,23 +257,40 @@ def rms_norm_add(
 
 
 def add_rms_norm(
-    x: mx.array, residual: mx.array, weight: mx.array, *, eps: float, centered: bool = False, backend: Backend
-) -> tuple[mx.array, mx.array]:
+    x: mx.array,
+    residual: mx.array,
+    weight: mx.array,
+    *,
+    eps: float,
+    centered: bool = False,
+    before: mx.array | None = None,
+    second: mx.array | None = None,
+    dtype: mx.Dtype | None = None,
+    backend: Backend,
+) -> tuple[mx.array, ...]:
     """``residual + x``, and `rms_norm` of that: the residual stream, and the input of the next sublayer.
 
-    ``x``, ``residual [..., D]``, ``weight [D]`` -> the sum in the dtype of ``residual``, its norm in that of ``x``.
-    Raises OptionError for parts that do not fit.
+    ``x``, ``residual [..., D]``, ``weight [D]`` -> the sum in the dtype of ``residual``, its norm in ``dtype``, by
+    default that of ``x``. ``before [D]`` is the weight of a norm of ``x`` before it is added; ``second [D]`` that of
+    another norm of the sum, which is returned as well, in the dtype of ``x``. Raises OptionError for parts that do not
+    fit.
     """
-    _check("add_rms_norm", x, weight, residual=residual)
-    if weight.ndim != 1:
-        raise OptionError(f"add_rms_norm: weight is {list(weight.shape)}; it must be [{x.shape[-1]}]")
+    _check("add_rms_norm", x, None, residual=residual)
+    for each in (before, weight, second):
+        if each is not None:
+            _check_vector("add_rms_norm", x, each)
+    dtype = dtype or x.dtype
     if x.size == 0:
-        return residual, x
-    if ADD_RMS_NORM.serves(backend, x.dtype, residual.dtype):
+        return (residual, x.astype(dtype), *([] if second is None else [x]))
+    if ADD_RMS_NORM.serves(backend, x.dtype, residual.dtype, dtype):
         backend.count(ADD_RMS_NORM.name, "kernel")
-        outputs, given = (("S", residual.dtype), ("O", x.dtype)), (x, residual, weight)
-        dtypes = tuple(a.dtype for a in given)
-        call = plan(backend.name, ADD_NORM, x.shape, eps, (("CENTERED", centered),), dtypes, outputs)
+        given = (x, residual, before, weight, second)
+        outputs = (("S", residual.dtype), ("O", dtype), ("Z", x.dtype))
+        parameters = (("CENTERED", centered), ("BEFORE", before is not None), ("SECOND", second is not None))
+        dtypes = tuple(None if a is None else a.dtype for a in given)
+        absent = () if second is not None else ("Z",)
+        call = plan(backend.name, ADD_NORM, x.shape, eps, parameters, dtypes, outputs, absent)
         return tuple(backend.launch(call, given))
     backend.count(ADD_RMS_NORM.name, "mlx")
-    return add_rms_norm_reference(x, residual, weight, eps=eps, centered=centered)
+    options = {"before": before, "second": second, "dtype": dtype}
+    return add_rms_norm_reference(x, residual, weight, eps=eps, centered=centered, **options)

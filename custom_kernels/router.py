@@ -189,7 +189,7 @@ def router_topk_select(
         if weight is not None and (
             min(x.size, weight.size) < 8 or (backend.device == "gpu" and weight.size > PRODUCTS_OF_A_THREADGROUP)
         ):
-            x, weight = dense_matmul(x.astype(mx.float32), weight, backend=backend), None
+            x, weight = dense_matmul(x, weight, dtype=mx.float32, backend=backend), None
         backend.count(ROUTER_TOPK_SELECT.name, "kernel")
         given = (None, None, x) if weight is None else (x, weight, None)
         given = (*given, bias, expert_scale, choice_bias)
@@ -199,7 +199,7 @@ def router_topk_select(
         return indices, weights
     backend.count(ROUTER_TOPK_SELECT.name, "mlx")
     if weight is not None and rows:
-        x, weight = dense_matmul(x.astype(mx.float32), weight, backend=backend), None
+        x, weight = dense_matmul(x, weight, dtype=mx.float32, backend=backend), None
     return router_topk_select_reference(
         x,
         weight,

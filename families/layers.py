@@ -72,9 +72,10 @@ class Linear(Module):
         if bias:
             self.bias = mx.zeros((outputs,), DTYPES[bias])
 
-    def __call__(self, x: mx.array, *, residual: mx.array | None = None) -> mx.array:
-        """``residual`` is added after."""
-        return dense_matmul(x, self["weight"], bias=self.get("bias"), residual=residual, backend=self._backend)
+    def __call__(self, x: mx.array, *, residual: mx.array | None = None, dtype: mx.Dtype | None = None) -> mx.array:
+        """``residual`` is added after; without it the result is in ``dtype``, by default that of ``x``."""
+        around = {"bias": self.get("bias"), "residual": residual, "dtype": dtype}
+        return dense_matmul(x, self["weight"], **around, backend=self._backend)
 
 
 class AffineLinear(Module):
@@ -98,8 +99,10 @@ class AffineLinear(Module):
         residual: mx.array | None = None,
         scale: float = 1.0,
         softcap: float | None = None,
+        dtype: mx.Dtype | None = None,
     ) -> mx.array:
-        """``norm`` is applied to ``x`` before, ``residual`` is added after; see `affine_matmul` for the others."""
+        """``norm`` is applied to ``x`` before, ``residual`` is added after; see `affine_matmul` for the others, of
+        which ``dtype`` is that of the norm unless it is given."""
         return affine_matmul(
             x,
             self["weight"],
@@ -115,7 +118,7 @@ class AffineLinear(Module):
             residual=residual,
             scale=scale,
             softcap=softcap,
-            dtype=None if norm is None else norm.dtype,
+            dtype=dtype or (None if norm is None else norm.dtype),
             backend=self._backend,
         )
 

@@ -21,10 +21,10 @@ def route(
 ) -> tuple[mx.array, mx.array]:
     """The experts that ``router``, a matrix, chooses for ``x [rows, hidden]``, with logits in float32; see
     `router_topk_select` for what can stand ``around``, and for what it returns."""
-    x, options = x.astype(mx.float32), {"top_k": top_k, "normalize": normalize, "backend": backend, **around}
+    options = {"top_k": top_k, "normalize": normalize, "backend": backend, **around}
     if isinstance(router, Linear):
         return router_topk_select(x, router["weight"], bias=router.get("bias"), **options)
-    return router_topk_select(router(x), **options)
+    return router_topk_select(router(x.astype(mx.float32)), **options)
 
 
 def activate(spec: ExpertSpec, gate: mx.array, up: mx.array) -> mx.array:
@@ -115,7 +115,7 @@ class SharedExpertMoe(Module):
             indices, weights = route(self.gate, rows, self._top_k, **options)
             row_gate = self.shared_expert_gate(rows)
         else:
-            logits, row_gate = mx.split(joint(rows.astype(mx.float32)), [self._experts], axis=-1)
+            logits, row_gate = mx.split(joint(rows, dtype=mx.float32), [self._experts], axis=-1)
             indices, weights = router_topk_select(logits, top_k=self._top_k, **options)
         pending = self.switch_mlp.begin(indices)
         shared = self.shared_expert(rows, row_gate=row_gate, residual=added)

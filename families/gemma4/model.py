@@ -18,12 +18,15 @@ import mlx.nn as nn
 
 from turbospark_mlx.cache import LinearKV, RingKV
 from turbospark_mlx.custom_kernels import (
+    JoinedNorms,
+    add_rms_norm,
     appends,
     cache_attention,
     gated_product,
     qkv_append,
     qkv_epilogue,
     rms_norm,
+    rms_norm_add,
 )
 from turbospark_mlx.errors import OptionError
 from turbospark_mlx.families.decoder import CausalModel, Decoder
@@ -159,7 +162,10 @@ class Router(Module):
 
     def __call__(self, x: mx.array) -> tuple[mx.array, mx.array]:
         """``x [rows, hidden]`` -> indices and float32 weights ``[rows, top_k]``."""
-        normed = rms_norm(x.astype(mx.float32), self["scale"], eps=self._eps, backend=self._backend)
+        return self.choose(rms_norm(x, self["scale"], eps=self._eps, dtype=mx.float32, backend=self._backend))
+
+    def choose(self, normed: mx.array) -> tuple[mx.array, mx.array]:
+        """The same of ``x`` that was normalised with ``scale``, in float32."""
         around = {"logit_scale": self._root, "expert_scale": self["per_expert_scale"]}
         return route(self.proj, normed, self._top_k, normalize=True, **around, backend=self._backend)
 
@@ -171,6 +177,16 @@ class Experts(Module):
         super().__init__()
         path = f"model.layers.{number}.experts.switch_glu"
         self.switch_glu = routed_experts(path, number, experts(config)[path], build)
+
+
+_AROUND_BRANCHES = (
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm_2",
+    "post_feedforward_layernorm",
+    "post_feedforward_layernorm_1",
+    "post_feedforward_layernorm_2",
+)
+"""Norms before, between and behind the branches of a layer with experts."""
 
 
 class DecoderLayer(Module):
@@ -211,27 +227,51 @@ class DecoderLayer(Module):
         d]`` is what this layer is told about each token, in models that have it."""
         positions = positions or Positions.after(cache, x.shape[1])
         visible = {} if visible is None else visible
-        attended = self.self_attn(x, positions, cache, visible, norm=self.input_layernorm)
-        x = add_normed(x, self.post_attention_layernorm, attended)
-        del attended  # a chunk's, which are many bytes beside those of its experts' products
-        y = self.mixture(x) if "router" in self else self.mlp(x, norm=self.pre_feedforward_layernorm)
+        around = positions, cache, visible
+        scale = self["layer_scalar"] if layer_input is None else None
+        if "router" in self:
+            x = self.mixture(x, self.self_attn(x, *around, norm=self.input_layernorm), scale)
+        else:
+            attended = self.self_attn(x, *around, norm=self.input_layernorm)
+            x = add_normed(x, self.post_attention_layernorm, attended)
+            y = self.mlp(x, norm=self.pre_feedforward_layernorm)
+            x = add_normed(x, self.post_feedforward_layernorm, y, scale=scale)
         if layer_input is None:
-            return add_normed(x, self.post_feedforward_layernorm, y, scale=self["layer_scalar"])
-        x = add_normed(x, self.post_feedforward_layernorm, y)
+            return x
         gate = self.per_layer_input_gate(x)
         y = self.per_layer_projection(gated_product(gate, layer_input, activation="gelu_tanh", backend=self._backend))
         return add_normed(x, self.post_per_layer_input_norm, y, scale=self["layer_scalar"])
 
-    def mixture(self, x: mx.array) -> mx.array:
-        """The dense branch and the routed one, each normalised, added."""
-        rows = x.reshape(-1, x.shape[-1])
-        indices, weights = self.router(rows)
+    def mixture(self, x: mx.array, attended: mx.array, scale: mx.array | None) -> mx.array:
+        """What follows attention: the dense branch and the routed one, each normalised, added, and normalised again.
+
+        Norms that meet are one operation as long as they are this package's.
+        """
+        fused = isinstance(self.router, Router) and all(isinstance(self[name], RMSNorm) for name in _AROUND_BRANCHES)
+        flat = (-1, x.shape[-1])
+        if fused:
+            options = {"eps": self.post_attention_layernorm.eps, "backend": self._backend}
+            before, second = self.post_attention_layernorm["weight"], self.pre_feedforward_layernorm_2["weight"]
+            around = {"before": before, "second": second, "dtype": mx.float32}
+            x, normed, given = add_rms_norm(attended, x, self.router["scale"], **around, **options)
+            indices, weights = self.router.choose(normed.reshape(flat))
+            del normed
+        else:
+            x = add_normed(x, self.post_attention_layernorm, attended)
+            indices, weights = self.router(x.reshape(flat))
+            given = self.pre_feedforward_layernorm_2(x)
+        del attended  # a chunk's, which are many bytes beside those of its experts' products
         pending = self.experts.switch_glu.begin(indices)
-        dense = self.post_feedforward_layernorm_1(self.mlp(x, norm=self.pre_feedforward_layernorm))
-        routed = self.experts.switch_glu.finish(
-            pending, self.pre_feedforward_layernorm_2(rows), weights, meanwhile=(dense,)
-        )
-        return add_normed(dense, self.post_feedforward_layernorm_2, routed.reshape(x.shape))
+        dense = self.mlp(x, norm=self.pre_feedforward_layernorm)
+        routed = self.experts.switch_glu.finish(pending, given.reshape(flat), weights, meanwhile=(dense,))
+        routed = routed.reshape(x.shape)
+        after = self.post_feedforward_layernorm
+        if fused:
+            weights = [self[f"post_feedforward_layernorm_{branch}"]["weight"] for branch in (1, 2)]
+            joined = JoinedNorms(weights[0], routed, weights[1])
+            return rms_norm_add(dense, after["weight"], x, joined=joined, scale=scale, **options)
+        y = add_normed(self.post_feedforward_layernorm_1(dense), self.post_feedforward_layernorm_2, routed)
+        return add_normed(x, after, y, scale=scale)
 
 
 class Gemma4Decoder(Decoder):

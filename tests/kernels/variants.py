@@ -14,6 +14,7 @@ from turbospark_mlx.custom_kernels.delta_net import gated_delta_step_reference
 from turbospark_mlx.custom_kernels.dilated import dilated_convolution_step_reference
 from turbospark_mlx.custom_kernels.indexer import index_append_reference
 from turbospark_mlx.custom_kernels.latent_attention import latent_attention_reference
+from turbospark_mlx.custom_kernels.norm import JoinedNorms
 
 Call = tuple[Callable[..., mx.array], list[mx.array]]
 
@@ -73,13 +74,13 @@ def affine(
     return call, parts
 
 
-def dense(backend, rows, columns, out, dtype, weights, *, biased, stream=None):
-    """With a bias and what is added, in the dtype ``stream``, or with neither."""
+def dense(backend, rows, columns, out, dtype, weights, *, biased, stream=None, **more):
+    """With a bias and what is added, in the dtype ``stream``, or with neither; ``more`` options."""
     arrays = [normal(rows, columns, dtype=dtype), normal(out, columns, dtype=weights)]
     arrays += [normal(out, dtype=dtype), normal(rows, out, dtype=stream or dtype)] * biased
 
     def call(x, weight, bias=None, residual=None):
-        return ck.dense_matmul(x, weight, bias=bias, residual=residual, backend=backend)
+        return ck.dense_matmul(x, weight, bias=bias, residual=residual, **more, backend=backend)
 
     return call, arrays
 
@@ -175,6 +176,18 @@ def norms(backend, shape, dtype, weight_dtype):
         yield partial(ck.rms_norm, centered=centered, **options), [x, weight]
         yield partial(ck.add_rms_norm, centered=centered, **options), [x, stream, weight]
         yield partial(ck.rms_norm_add, centered=centered, **options), [x, weight, x]
+        around = {"centered": centered, **in_dtype(backend, mx.float32), **options}
+
+        def chain(x, stream, weight, before, second, around=around):
+            return ck.add_rms_norm(x, stream, weight, before=before, second=second, **around)
+
+        def branches(x, weight, stream, other, *weights, centered=centered):
+            joined = JoinedNorms(weights[0], other, weights[1])
+            return ck.rms_norm_add(x, weight, stream, joined=joined, centered=centered, scale=0.375, **options)
+
+        more = [normal(*shape[-1:], dtype=weight_dtype, scale=0.5 + i) for i in range(2)]
+        yield chain, [x, stream.astype(dtype), weight, *more]
+        yield branches, [x, weight, stream, normal(*shape[:-1], shape[-1], dtype=dtype, scale=3.0), *more]
     for activation in ("silu", "sigmoid"):
         yield partial(ck.gated_rms_norm, activation=activation, **options), [x, x, weight]
 
@@ -490,6 +503,7 @@ def variants(backend: Backend) -> Iterator[Call]:
         yield dense(backend, rows, 1023, 130, mx.float16, mx.bfloat16, biased=True)
         yield dense(backend, rows, 128, 64, mx.bfloat16, mx.float32, biased=False)
         yield dense(backend, rows, 2560, 32, mx.bfloat16, mx.bfloat16, biased=False)
+        yield dense(backend, rows, 2048, 130, mx.bfloat16, mx.bfloat16, biased=False, dtype=mx.float32)
         yield dense(backend, rows, 96, 40, mx.bfloat16, mx.float16, biased=True, stream=mx.float32)
     for head_dim, value_dim in ((16, 16), (64, 64), (80, 80), (128, 128), (256, 256), (512, 512), (576, 512)):
         yield attend(backend, 9, 3, 1, 100, head_dim, value_dim, mx.bfloat16, mx.float16)
