@@ -531,7 +531,8 @@ class Runner:
 
     def _begin_next(self, begun: _Begun) -> None:
         """Begin with the likeliest token behind ``begun``, once, where there is room for it."""
-        if self._ahead is None and self._cache[0].offset < self.max_context:
+        is_laid_out = self._slots is None or self._step.is_whole
+        if self._ahead is None and is_laid_out and self._cache[0].offset < self.max_context:
             self._ahead = self._begin(begun.likeliest)
 
     def _begin(self, token: mx.array) -> _Begun:

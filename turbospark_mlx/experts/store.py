@@ -90,8 +90,8 @@ class ExpertStore:
 
     @cached_property
     def slot_maps(self) -> SlotMaps | None:
-        """What lays a step out over slots all the same: for a GPU, once all layers were made. None without slots, and on a
-        CPU, which waits for nothing."""
+        """What lays a step out over slots all the same: for a GPU, once all layers were made. None without slots, and
+        on a CPU, which waits for nothing."""
         layers = self._streamed()
         return SlotMaps(layers) if layers and self._backend.device == "gpu" else None
 

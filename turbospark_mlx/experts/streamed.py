@@ -176,7 +176,8 @@ class Streamed:
 
     @property
     def slot_map(self) -> mx.array:
-        """The slot of each expert, int32 ``[experts]``, and 0 for one that has none. Made anew when experts come or go."""
+        """The slot of each expert, int32 ``[experts]``, and 0 for one that has none: the same array until one comes or
+        goes."""
         if self._mapped is None or self._mapped[0] != self.table.changes:
             held = np.array(self.table.expert_of)
             slot_of = np.zeros(len(self.table.use_count), np.int32)
