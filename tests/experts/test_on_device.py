@@ -5,6 +5,7 @@ MLX does when it traces is tried on a layer alone.
 """
 
 import itertools
+import shutil
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -123,13 +124,19 @@ def test_tokens_are_those_of_resident_experts_and_tables_those_of_a_simulation(
         choices = Choices(monkeypatch)
         expected = [resident.prefill(PROMPT[:7])]
         following = []
-        for i in range(24):
+        for i in range(16):
             # One likely token follows another, and some do not.
             following.append(TOKENS[i] if i % 5 == 4 else int(mx.argmax(expected[-1])))
             expected.append(resident.decode(following[-1]))
         expected = [np.array(logits) for logits in expected]
         chosen = choices.by_layer()
-    for slots, ahead in itertools.product((top_k, experts // 2, *range(experts - 2, experts + 1)), (False, True)):
+    for slots, ahead in (
+        (top_k, True),
+        (experts // 2, True),
+        (experts - 2, False),
+        (experts - 1, True),
+        (experts, True),
+    ):
         with opened(install[variant], slots) as runner:
             ways.clear()
             found = [runner.prefill(PROMPT[:7])]
@@ -256,21 +263,10 @@ def test_a_read_error_where_a_token_is_run_again(install, gpu, monkeypatch, vari
             assert_exact(runner.decode(token, ahead=ahead), expected)
 
 
-@pytest.mark.parametrize("misses", [False, True])
-@pytest.mark.parametrize("variant", ["gemma4-moe", "qwen3.5-moe"])
+@pytest.mark.parametrize(("variant", "misses"), [("gemma4-moe", False), ("gemma4-moe", True), ("qwen3.5-moe", True)])
 def test_ctrl_c_at_every_line_of_a_pass(install, gpu, monkeypatch, variant, misses):
     """Wherever it comes, the history has no token that lacked experts, and what follows is right."""
-    names = (
-        "_forward",
-        "_evaluate",
-        "_is_right",
-        "_run_again",
-        "_decode_step",
-        "_begin_next",
-        "_begin",
-        "_step",
-        "settle",
-    )
+    names = ("_forward", "_is_right", "_run_again", "_decode_step", "_begin_next", "settle")
     path = install[variant]
     with opened(path) as resident, opened(path, 7) as runner:
         choices = Choices(monkeypatch)
@@ -321,7 +317,7 @@ def test_going_back_after_tokens_that_were_run_again(install, gpu, monkeypatch, 
     ways = Ways(monkeypatch).counts
     with opened(install[variant]) as oracle, opened(install[variant], experts - 1 - seed) as runner:
         marks, logits, actions = [], None, ["likeliest", "other", "prefill", "mark", "rollback", "reuse", "reset"]
-        for _ in range(70):
+        for _ in range(50):
             action = rng.choice(actions, p=[0.5, 0.2, 0.08, 0.08, 0.07, 0.05, 0.02])
             room = runner.max_context - runner.position
             if action in ("likeliest", "other") and room and runner.position:
@@ -390,6 +386,7 @@ def token(seed):
     return layers.route(rng, SPEC, 1, pool=5), *layers.inputs(rng, SPEC, 1)
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="MLX compiles for a CPU by g++")
 def test_maps_are_inputs_of_what_was_traced_once(layer):
     layer, maps = layer
     traced = []
