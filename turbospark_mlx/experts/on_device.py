@@ -54,19 +54,18 @@ class SlotMaps:
         return not missed or self.hold_all
 
     def arrays(self) -> list[mx.array]:
-        """The map of each layer: int32 ``[experts]``, the same array as long as its table does not change."""
+        """The map of each layer: int32 ``[experts]``, the same array until it has one more expert."""
         return [layer.slot_map for layer in self._layers]
 
     def laid_out(self, maps: Sequence[mx.array], compute: Callable[[], mx.array]) -> tuple[mx.array, mx.array]:
         """``compute()`` with experts where ``maps`` say, and what it chose. Nothing is read, counted or waited for."""
-        for layer, slot_map in zip(self._layers, maps, strict=True):
-            layer.given_map = slot_map
         try:
+            for layer, slot_map in zip(self._layers, maps, strict=True):
+                layer.lay_out(slot_map)
             result = compute()
-            chosen = [layer.chosen.reshape(-1).astype(mx.int32) for layer in self._layers]
         finally:
-            for layer in self._layers:
-                layer.given_map = layer.chosen = None
+            chosen = [layer.laid_out() for layer in self._layers]
+        chosen = [indices.reshape(-1).astype(mx.int32) for indices in chosen]
         self._sizes = [each.size for each in chosen]
         return result, mx.concatenate(chosen)
 

@@ -42,8 +42,8 @@ class SlotTable:
             raise OptionError(f"expert_policy={policy!r}: possible are {', '.join(get_args(Policy))}.")
         self._policy = policy
         self._clock = 0
-        self.changes = 0
-        """How often experts came or went."""
+        self.arrivals = 0
+        """How often experts were published."""
         self.expert_of = [EMPTY] * slots
         self.last_use = [0] * slots
         self.use_count = [0] * experts
@@ -72,7 +72,6 @@ class SlotTable:
         if len(free) < len(misses):
             return None
         free.sort(key=self._eviction_order)
-        self.changes += bool(misses)
         self._clock += 1
         for expert, slot in zip(wanted, slots, strict=True):
             self.use_count[expert] += 1
@@ -93,7 +92,7 @@ class SlotTable:
 
     def commit(self, plan: Plan) -> None:
         """Publish the misses of ``plan``, every one of which has been read."""
-        self.changes += bool(plan.misses)
+        self.arrivals += bool(plan.misses)
         for miss in plan.misses:
             expert, slot = plan.experts[miss], plan.slots[miss]
             self.expert_of[slot] = expert

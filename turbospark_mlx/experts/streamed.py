@@ -75,10 +75,6 @@ class Streamed:
 
     idle = False
     """See ``ExpertStore.idle``."""
-    given_map: mx.array | None = None
-    """Where experts are for the step that is being laid out, which is told (`on_device`)."""
-    chosen: mx.array | None = None
-    """What that step chose here."""
 
     def __init__(
         self,
@@ -100,24 +96,19 @@ class Streamed:
         self.steps: list[mx.array] = []
         """Results of steps that were laid out, and may still read any slot."""
         self._mapped: tuple[int, mx.array] | None = None
+        self._given_map: mx.array | None = None
+        self._chosen: mx.array | None = None
 
     def begin(self, indices: mx.array) -> _Pending:
         """On a CPU the experts that are missing begin to be read here. On a GPU the router is set going; nobody waits
         for it where a step is laid out, nor once every expert is here to stay."""
         pending = _Pending(indices)
-        if self.given_map is not None:
-            self.chosen, pending.slots = indices, self.given_map[indices]
+        if self.idle and self._given_map is None:
             return pending
-        if self.idle:
-            return pending
-        user = self._user
-        if user is not None and user is not threading.current_thread() and user.is_alive():
-            raise BackendError(
-                f"Streamed experts serve one thread at a time, and thread {user.name!r} is in the middle of a layer."
-                " Open the model once for each thread."
-            )
-        self._user = threading.current_thread()
-        if self._backend.device == "cpu":
+        self._enter()
+        if self._given_map is not None:
+            self._chosen, pending.slots = indices, self._given_map[indices]
+        elif self._backend.device == "cpu":
             pending.chosen = self._host(indices)
             if pending.chosen.size:
                 rows = most_rows(indices.shape[1], self.arena.blob.gate.columns)
@@ -128,6 +119,27 @@ class Streamed:
             mx.async_eval(indices)
         return pending
 
+    def _enter(self) -> None:
+        user = self._user
+        if user is not None and user is not threading.current_thread() and user.is_alive():
+            raise BackendError(
+                f"Streamed experts serve one thread at a time, and thread {user.name!r} is in the middle of a layer."
+                " Open the model once for each thread."
+            )
+        self._user = threading.current_thread()
+
+    def lay_out(self, slot_map: mx.array) -> None:
+        """Until `laid_out`, mix what lies where ``slot_map`` says. Nothing is read, counted or waited for."""
+        self._enter()
+        self._given_map = slot_map
+
+    def laid_out(self) -> mx.array | None:
+        """The indices that were asked for since `lay_out`."""
+        if self._given_map is not None:
+            self._user = None
+        chosen, self._given_map, self._chosen = self._chosen, None, None
+        return chosen
+
     def finish(
         self,
         pending: _Pending,
@@ -137,7 +149,8 @@ class Streamed:
         meanwhile: tuple[mx.array, ...] = (),
         residual: mx.array | None = None,
     ) -> mx.array:
-        self._user = None
+        if self._given_map is None:
+            self._user = None
         if x.shape[0] == 0 or (self.idle and pending.slots is None):
             return mx.zeros(x.shape, x.dtype)
         if pending.slots is not None:
@@ -176,13 +189,13 @@ class Streamed:
 
     @property
     def slot_map(self) -> mx.array:
-        """The slot of each expert, int32 ``[experts]``, and 0 for one that has none: the same array until one comes or
-        goes."""
-        if self._mapped is None or self._mapped[0] != self.table.changes:
+        """The slot of each expert, int32 ``[experts]``, and any for one that has none: the same array until one comes
+        in."""
+        if self._mapped is None or self._mapped[0] != self.table.arrivals:
             held = np.array(self.table.expert_of)
             slot_of = np.zeros(len(self.table.use_count), np.int32)
             slot_of[held[held != EMPTY]] = np.flatnonzero(held != EMPTY)
-            self._mapped = self.table.changes, mx.array(slot_of)
+            self._mapped = self.table.arrivals, mx.array(slot_of)
         return self._mapped[1]
 
     def _mix_slots(self, slots: mx.array, x: mx.array, weights: mx.array, residual: mx.array | None) -> mx.array:
