@@ -13,6 +13,7 @@ from turbospark_mlx.custom_kernels import (
     delta_net,
     dense,
     dilated,
+    expert_groups,
     expert_phases,
     experts_cpu,
     gated,
@@ -31,6 +32,7 @@ from turbospark_mlx.custom_kernels.delta_net import DeltaWeights, gated_delta, g
 from turbospark_mlx.custom_kernels.dense import dense_matmul
 from turbospark_mlx.custom_kernels.dilated import convolves, dilated_convolution, dilated_convolution_step
 from turbospark_mlx.custom_kernels.expert_arena import BlobMatrix, ExpertArena, ExpertBlob
+from turbospark_mlx.custom_kernels.expert_groups import grouped_experts
 from turbospark_mlx.custom_kernels.expert_phases import moe_phase1_gate_up_act, moe_phase2_down_reduce
 from turbospark_mlx.custom_kernels.experts import Mixture, expert_mixture
 from turbospark_mlx.custom_kernels.gated import gated_product
@@ -72,6 +74,7 @@ OPS = (
     router.ROUTER_TOPK_SELECT,
     expert_phases.MOE_PHASE1,
     expert_phases.MOE_PHASE2,
+    expert_groups.GROUPED_EXPERTS,
     experts_cpu.EXPERT_MIXTURE,
     streams.STREAM_MIX,
     streams.STREAM_INJECT,
@@ -114,6 +117,7 @@ __all__ = [
     "gated_product",
     "gated_rms_norm",
     "greedy_head",
+    "grouped_experts",
     "index_append",
     "index_appends",
     "indexed_attention",

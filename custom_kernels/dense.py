@@ -14,7 +14,11 @@ from turbospark_mlx.custom_kernels.gemv import PRODUCTS_PER_GROUP, ROWS, TOGETHE
 from turbospark_mlx.errors import OptionError
 
 KERNEL = Kernel("dense_gemv", inputs=("w", "x", "bias", "residual"), outputs=("y",), headers=("eight",))
-DENSE_MATMUL = Op("dense_matmul", (KERNEL,), rows=ROWS, only="of a matrix in another dtype", cpu="blas")
+DENSE_MATMUL = Op(
+    "dense_matmul", (KERNEL,), rows=ROWS, only="of a matrix in another dtype, or on a GPU a small one", cpu="blas"
+)
+SMALL = 1 << 20
+"""Weights up to which a GPU's product is as long as its launch: MLX's takes a view before it and one behind it."""
 
 
 def dense_matmul_reference(x, weight, *, bias=None, residual=None) -> mx.array:
@@ -25,9 +29,9 @@ def dense_matmul_reference(x, weight, *, bias=None, residual=None) -> mx.array:
 
 
 def serves(x: mx.array, weight: mx.array, backend: Backend) -> bool:
-    """Whether the kernel is what is fastest: MLX and the BLAS are good at matrices in the dtype of x."""
+    """Whether the kernel is what is fastest: MLX and the BLAS are good at large matrices in the dtype of x."""
     return (
-        x.dtype != weight.dtype
+        (x.dtype != weight.dtype or (backend.device == "gpu" and weight.size <= SMALL))
         and min(weight.size, x.size) >= 8
         and DENSE_MATMUL.serves(backend, x.dtype, rows=x.size // x.shape[-1])
     )
@@ -87,8 +91,8 @@ def dense_matmul(
 
     ``x [..., K]``, ``weight [N, K]`` float16, bfloat16 or float32, ``bias [N]``, ``residual [..., N]`` -> ``[..., N]``
     in the dtype of ``residual``, else of ``x``. Up to 8 rows run in our kernel where the dtypes of ``x`` and ``weight``
-    differ, because the matrix would be cast at each call. The rest uses MLX's product on GPUs and numpy's BLAS on a
-    CPU. Raises OptionError for shapes that do not fit.
+    differ, because the matrix would be cast at each call, and on a GPU with up to 2^20 weights. The rest uses MLX's
+    product on GPUs and numpy's BLAS on a CPU. Raises OptionError for shapes that do not fit.
     """
     if weight.ndim != 2 or not x.ndim or x.shape[-1] != weight.shape[1]:
         raise OptionError(

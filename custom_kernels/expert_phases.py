@@ -51,7 +51,7 @@ def serves(blob: ExpertBlob, dtype: mx.Dtype, rows: int, top_k: int, backend: Ba
     return rows > 0 and 0 < top_k <= MOST and MOE_PHASE1.serves(backend, dtype, rows=rows) and readable(blob)
 
 
-def _parts(prefix: str, matrix: BlobMatrix) -> tuple[tuple[str, int], ...]:
+def parts_of(prefix: str, matrix: BlobMatrix) -> tuple[tuple[str, int], ...]:
     """Where the parts of a matrix begin, as template parameters."""
     return (
         (prefix, matrix.offset),
@@ -88,8 +88,8 @@ def plan1(backend: str, blob: ExpertBlob, words: int, rows: int, top_k: int, dty
             ("BITS", matrix.bits),
             ("GROUP", matrix.group_size),
             ("ROWS", at_once),
-            *_parts("GATE", matrix),
-            *_parts("UP", up),
+            *parts_of("GATE", matrix),
+            *parts_of("UP", up),
             ("BIAS", matrix.bias is not None),
             ("ACTIVATION", gemv.ACTIVATIONS.index(blob.activation)),
             ("LIMIT_BITS", float_bits(blob.limit)),
@@ -126,7 +126,7 @@ def plan2(
             ("GROUP", matrix.group_size),
             ("ROWS", at_once),
             ("MOST", MOST),
-            *_parts("DOWN", matrix),
+            *parts_of("DOWN", matrix),
             ("BIAS", matrix.bias is not None),
             ("RESIDUAL", residual is not None),
         ),

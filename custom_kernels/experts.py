@@ -10,7 +10,7 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 
-from turbospark_mlx.custom_kernels import affine, expert_phases, experts_cpu
+from turbospark_mlx.custom_kernels import affine, expert_groups, expert_phases, experts_cpu
 from turbospark_mlx.custom_kernels.backends import Backend, blas
 from turbospark_mlx.custom_kernels.expert_arena import BlobMatrix, ExpertArena, ExpertBlob
 from turbospark_mlx.errors import OptionError
@@ -83,14 +83,13 @@ def expert_mixture(
         mixture = Mixture(x, weights, residual=residual, blob=arena.blob, backend=backend)
         mixture.add(arena, np.arange(slots.size), np.array(slots).reshape(-1))
         return mixture.result()
-    backend.count(experts_cpu.EXPERT_MIXTURE.name, "mlx")
     rows, top_k = slots.shape
     flat = slots.reshape(-1)
     if rows == 1:
-        products = _products(arena, flat, x[None], ordered=False)
+        products = _products(arena, flat, x[None], backend, ordered=False)
     else:
         order = mx.argsort(flat)
-        sorted_products = _products(arena, flat[order], x[order // top_k][:, None], ordered=True)
+        sorted_products = _products(arena, flat[order], x[order // top_k][:, None], backend, ordered=True)
         products = sorted_products[mx.argsort(order)]
     return _weighted_sum(products.reshape(rows, top_k, -1), weights, residual, x.dtype)
 
@@ -130,9 +129,8 @@ class Mixture:
         order = np.argsort(slots, kind="stable")
         pairs, slots = pairs[order], slots[order]
         if not self._on_cpu:
-            self._backend.count(experts_cpu.EXPERT_MIXTURE.name, "mlx")
             rows = self._x[mx.array(pairs // self._top_k)][:, None]
-            made = _products(arena, mx.array(slots.astype(np.uint32)), rows, ordered=True)
+            made = _products(arena, mx.array(slots.astype(np.uint32)), rows, self._backend, ordered=True)
             self._pairs.append(pairs)
             self._parts.append(made)
             return [made]
@@ -178,9 +176,18 @@ def _weighted_sum(products: mx.array, weights: mx.array, residual: mx.array | No
     return (total if residual is None else total + residual.astype(mx.float32)).astype(dtype)
 
 
-def _products(arena: ExpertArena, slots: mx.array, x: mx.array, *, ordered: bool) -> mx.array:
+def _products(arena: ExpertArena, slots: mx.array, x: mx.array, backend: Backend, *, ordered: bool) -> mx.array:
     """``expert(slots[i])(x[i])``: ``slots [n]``, ``x [n, 1, hidden]`` or one row for all -> ``[n, hidden]``."""
+    # Only there is it known to be faster than MLX.
+    if ordered and backend.name == "cuda" and expert_groups.serves(arena.blob, x.dtype, backend):
+        return expert_groups.grouped_experts(arena, slots, x[:, 0], backend=backend)
+    backend.count(experts_cpu.EXPERT_MIXTURE.name, "mlx")
     (gate, up, down), stacked = arena.blob.matrices, arena.stacked
+    if backend.device == "gpu" and not mx.metal.is_available():
+        # MLX's CUDA products take no strides. Few experts are brought together, many copied as they lie.
+        few = 0 < slots.size < len(arena.blobs)
+        stacked = [[part[slots] if few else mx.contiguous(part) for part in parts] for parts in stacked]
+        slots = mx.arange(slots.size) if few else slots
     inner = expert_phases.activate(
         arena.blob,
         _product(gate, stacked[0], slots, x, ordered).astype(mx.float32),

@@ -13,7 +13,6 @@ import numpy as np
 
 from turbospark_mlx.cache import LatentKV
 from turbospark_mlx.custom_kernels import HeadRows, backends, latent_attends, latent_attention, rotate, rotations
-from turbospark_mlx.custom_kernels.affine import GPU_PRODUCT_COLUMNS
 from turbospark_mlx.families.decoder import CausalModel, Decoder, PreNormLayer
 from turbospark_mlx.families.deepseek2.config import BIASED, Deepseek2Config
 from turbospark_mlx.families.deepseek2.weights import expected, experts
@@ -49,15 +48,17 @@ def per_head(
 ) -> mx.array:
     """Products with the ``rows`` that each head has in a matrix, as it is stored: ``x [B, H, L, K]`` times their
     transpose where ``transpose``, otherwise times themselves; in the dtype of ``x``."""
-    parts = {name: linear[name] for name in ("weight", "scales", "biases") if name in linear}
-    weight, *companions = (array.reshape(heads, -1, array.shape[-1])[:, rows] for array in parts.values())
+    names = [name for name in ("weight", "scales", "biases") if name in linear]
+    weight, *companions = (linear[name].reshape(heads, -1, linear[name].shape[-1]) for name in names)
     if companions:
         form = {"group_size": linear.group_size, "bits": linear.bits}
-        if backend.device == "cpu" or x.shape[-1] >= GPU_PRODUCT_COLUMNS:
+        if backend.device == "cpu":
+            weight, *companions = (part[:, rows] for part in (weight, *companions))
             return mx.quantized_matmul(x, weight, *companions, transpose=transpose, **form).astype(x.dtype)
-        wide = (companion.astype(mx.float32) for companion in companions)
-        weight = mx.dequantize(weight, *wide, **form).astype(x.dtype)
-    return (x @ (weight.swapaxes(-1, -2) if transpose else weight)).astype(x.dtype)
+        # MLX's CUDA products take packed matrices neither in part nor, of this shape, at all.
+        weight = mx.dequantize(weight, *(companion.astype(x.dtype) for companion in companions), **form)
+    weight = weight[:, rows].astype(x.dtype)
+    return x @ (weight.swapaxes(-1, -2) if transpose else weight)
 
 
 class Attention(Module):

@@ -8,7 +8,7 @@ import pytest
 
 from tests.experts import layers
 from tests.kernels import oracle
-from turbospark_mlx.custom_kernels import ExpertArena, Mixture, expert_mixture
+from turbospark_mlx.custom_kernels import ExpertArena, Mixture, emulate, expert_mixture
 from turbospark_mlx.custom_kernels.backends import Backend, compiler, select
 from turbospark_mlx.custom_kernels.experts import expert_mixture_reference
 from turbospark_mlx.errors import OptionError
@@ -142,3 +142,23 @@ def test_a_row_is_the_same_wherever_its_experts_lie(written):
             mixture.add(moved, pairs, flat[pairs])
         assert np.array_equal(mixture.result(), whole)
         assert {op for op, _ in backend.counters} == {"moe_phase1_gate_up_act", "moe_phase2_down_reduce"}
+
+
+@pytest.mark.skipif(not compiler.candidates(), reason="no C++ compiler on this machine")
+@pytest.mark.parametrize(("spec", "formats"), [("silu", "int4"), ("clamped", "mxfp4")])
+def test_rows_in_the_order_of_their_experts(written, spec, formats):
+    """As they run with CUDA: all at once, and in parts whose tiles are others."""
+    made, rng, rows = written(spec, formats), np.random.default_rng(8), 40
+    backend = Backend("cuda", "gpu", "emulated", launch=emulate)
+    indices, (x, weights) = layers.route(rng, made.spec, rows), layers.inputs(rng, made.spec, rows)
+    expected = made.mixture(0, np.array(indices), oracle.float64(x), oracle.float64(weights))
+    with made.open() as install, open_experts(install, backend=backend, residency="resident") as store:
+        arena = store(0, made.spec).arena
+        whole = expert_mixture(arena, indices, x, weights, backend=backend)
+        assert oracle.relative_error(whole, expected) < 2e-5
+        mixture, flat = Mixture(x, weights, blob=arena.blob, backend=backend), np.array(indices).ravel()
+        for chosen in (flat % 3 == 1, flat % 3 != 1):
+            pairs = np.flatnonzero(chosen)
+            mixture.add(arena, pairs, flat[pairs])
+        assert np.array_equal(mixture.result(), whole)
+        assert set(backend.counters) == {("grouped_experts", "kernel")}

@@ -201,8 +201,8 @@ def test_products_with_rows_of_a_packed_matrix(bits, group_size, length, device)
     np.testing.assert_allclose(found, np.einsum("bhlr,hvr->bhlv", c, each[:, nope:]), atol=1e-4)
 
 
-def test_gpus_get_no_packed_product_of_few_columns(monkeypatch):
-    """MLX's is wrong there on some; the CPU's is right."""
+def test_gpus_get_no_packed_product_of_some_rows(monkeypatch):
+    """MLX has none on CUDA for what does not lie together, and is wrong there for few columns."""
 
     def product(*arrays, **options):
         raise AssertionError
@@ -211,8 +211,7 @@ def test_gpus_get_no_packed_product_of_few_columns(monkeypatch):
     linear = nn.QuantizedLinear(128, 16, False, 64, 4)
     gpu = replace(backends.select("reference"), device="gpu")
     assert per_head(linear, 2, slice(0, 5), mx.ones((1, 2, 1, 5)), transpose=False, backend=gpu).shape == (1, 2, 1, 128)
-    with pytest.raises(AssertionError):
-        per_head(linear, 2, slice(0, 5), mx.ones((1, 2, 1, 128)), transpose=True, backend=gpu)
+    assert per_head(linear, 2, slice(0, 5), mx.ones((1, 2, 1, 128)), transpose=True, backend=gpu).shape == (1, 2, 1, 5)
 
 
 def test_norms_have_their_epsilons():

@@ -445,6 +445,17 @@ def phases(backend, rows, top_k, dtype, kind, *, residual=False):
     yield second, [blobs, slots, normal(rows * top_k, intermediate, dtype=dtype), weights, *added]
 
 
+def grouped(backend, rows, dtype, kind):
+    """Experts of rows that stand in their order, as often as chance has it; ``kind`` is what `experts` gives."""
+    blob, blobs = kind
+    slots = mx.array(np.sort(np.random.default_rng(rows).integers(0, len(blobs), rows)).astype(np.int32))
+
+    def call(blobs, slots, x):
+        return ck.grouped_experts(ck.ExpertArena(blob, [], blobs), slots, x, backend=backend)
+
+    return call, [blobs, slots, normal(rows, blob.gate.columns, dtype=dtype)]
+
+
 INT4, INT8, MXFP4 = ((4, 64), (4, 64)), ((8, 128), (8, 32)), (("mxfp4", 32), ("mxfp4", 32))
 
 
@@ -478,6 +489,7 @@ def variants(backend: Backend) -> Iterator[Call]:
     for rows in (1, 3, 8):
         yield dense(backend, rows, 1023, 130, mx.float16, mx.bfloat16, biased=True)
         yield dense(backend, rows, 128, 64, mx.bfloat16, mx.float32, biased=False)
+        yield dense(backend, rows, 2560, 32, mx.bfloat16, mx.bfloat16, biased=False)
         yield dense(backend, rows, 96, 40, mx.bfloat16, mx.float16, biased=True, stream=mx.float32)
     for head_dim, value_dim in ((16, 16), (64, 64), (80, 80), (128, 128), (256, 256), (512, 512), (576, 512)):
         yield attend(backend, 9, 3, 1, 100, head_dim, value_dim, mx.bfloat16, mx.float16)
@@ -520,10 +532,12 @@ def variants(backend: Backend) -> Iterator[Call]:
         for activation, options in (("silu", {}), ("gelu_tanh", {}), ("clamped_swiglu", {"biased": True})):
             kind = experts(12, 384, 192, INT4, mx.bfloat16, activation, **options)
             yield from phases(backend, rows, 8, mx.bfloat16, kind, residual=activation == "silu")
+            yield grouped(backend, 7 * rows, mx.bfloat16, kind)
     for dtype in DTYPES:
         yield from phases(backend, 1, 2, dtype, experts(3, 128, 224, ((8, 64), (4, 32)), mx.float16, "silu"))
         kind = experts(4, 352, 96, MXFP4, mx.bfloat16, "clamped_swiglu", biased=True, alpha=1.3)
         yield from phases(backend, 1, 3, dtype, kind, residual=True)
+        yield grouped(backend, 50, dtype, kind)
     for dtype in DTYPES:
         yield from streams(backend, (1, 1, 10240), 4, dtype)
         yield from streams(backend, (2, 3, 240), 3, dtype)
@@ -598,6 +612,7 @@ def awkward(backend: Backend) -> Iterator[Call]:
         for stored in (INT4, INT8, MXFP4, ((4, 32), (8, 64))):
             kind = experts(9, 1152, 640, stored, dtype, "gelu_tanh", biased=True)
             yield from phases(backend, 5, 7, dtype, kind, residual=True)
+            yield grouped(backend, 100, dtype, kind)
         yield router(backend, 3, None, 513, 11, mx.float32, dtype, normalize=dtype == mx.float16)
         for heads, kv_heads, length, keys, head_dim, value_dim, window, sinks in (
             (1, 1, 1, 1, 64, 64, None, False),
