@@ -24,14 +24,14 @@ from mlx.utils import tree_flatten
 
 from turbospark_mlx import loader
 from turbospark_mlx.admission import ContextLimit, resolve_context, whole_number
-from turbospark_mlx.cache import mark_all, reusable_prefix, rollback_all, trim_all
+from turbospark_mlx.cache import RingKV, mark_all, reusable_prefix, rollback_all, trim_all
 from turbospark_mlx.custom_kernels import backends
 from turbospark_mlx.errors import BackendError, ContextError, OptionError, TurbosparkError, counted
-from turbospark_mlx.experts import ExpertCounters, ExpertStore, Resolved, least_bytes, open_experts
+from turbospark_mlx.experts import ExpertCounters, ExpertStore, Routed, least_bytes, open_experts
 from turbospark_mlx.gturbo import Install
-from turbospark_mlx.gturbo.files import spell_bytes
 from turbospark_mlx.memory import available_bytes, give_back, map_large_blocks, uncached
 from turbospark_mlx.readers import read_ahead
+from turbospark_mlx.report import Report
 from turbospark_mlx.step import DecodeStep
 from turbospark_mlx.tokenizer import Tokenizer
 
@@ -53,59 +53,14 @@ class Mark:
 
 @dataclass(frozen=True)
 class _Begun:
-    """A step on its way: the token that was fed, the logits behind it, and their largest, as a token and as a logit."""
+    """A step on its way: the token that was fed, the logits behind it, what has to be right for them to count, and the
+    largest of them, as a token and as a logit."""
 
     fed: mx.array
     logits: mx.array
+    routed: Routed | None
     likeliest: mx.array
     peak: mx.array
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a runner resolved its options to. ``str()`` is a few lines for people. Sizes are in bytes.
-
-    ``kv_bytes`` is what the caches take when the context is full, ``kv_bytes_now`` what they hold. ``operations`` maps
-    ``(op, way it was run)`` to the number of calls so far; a decode step that runs as a whole counts when it is found.
-    ``decode_step`` says how that is. ``experts`` says where routed experts live, and ``expert_counters`` what was read
-    of them; None where there are none, or where they are parameters.
-    """
-
-    model_type: str
-    parameters: int
-    backend: str
-    backend_reason: str
-    device: str
-    dtype: str
-    fused: bool
-    max_context: int
-    context_reason: str
-    trained_context: int
-    prefill_chunk: int
-    weight_bytes: int
-    kv_bytes: int
-    kv_bytes_now: int
-    experts: Resolved | None
-    expert_counters: ExpertCounters | None
-    operations: dict[tuple[str, str], int]
-    decode_step: str
-
-    def __str__(self) -> str:
-        ways = ", ".join(sorted(f"{op} by {way}" for op, way in self.operations))
-        return "\n".join(
-            (
-                f"model      {self.model_type}, {self.parameters / 1e6:.1f} M parameters",
-                f"back end   {self.backend} on the {self.device}: {self.backend_reason}",
-                f"dtype      {self.dtype}, {'joint' if self.fused else 'plain mlx.nn'} matrices",
-                f"memory     weights {spell_bytes(self.weight_bytes)}, caches {spell_bytes(self.kv_bytes)} when full,"
-                f" {spell_bytes(self.kv_bytes_now)} now",
-                f"context    {self.max_context} tokens ({self.context_reason}), trained for {self.trained_context},"
-                f" prompts in chunks of {self.prefill_chunk}",
-                *([f"experts    {self.experts}, {self.expert_counters}"] if self.experts else ()),
-                f"operations {ways or 'none yet'}",
-                f"decoding   {self.decode_step}",
-            )
-        )
 
 
 class Runner:
@@ -155,8 +110,12 @@ class Runner:
             map_large_blocks()
         chosen_on_host = self.experts is not None and self.experts.on_host
         arrays = self.experts.arrays if self.experts else ()
-        self._step = DecodeStep(model, self._cache, fixed=not chosen_on_host, arrays=arrays)
-        self._looks_ahead = model.backend.device == "gpu" and not chosen_on_host and not model.looks_up
+        self._slots = self.experts.slot_maps if self.experts else None
+        self._step = DecodeStep(model, self._cache, fixed=not chosen_on_host, arrays=arrays, slots=self._slots)
+        can_be_laid_out = self._slots is not None or not chosen_on_host
+        self._looks_ahead = model.backend.device == "gpu" and can_be_laid_out and not model.looks_up
+        # The second of two steps has overwritten what the first needs to be run again.
+        self._takes_back_one = any(isinstance(layer, RingKV) for layer in self._cache)
         self._ahead: _Begun | None = None
         self._last: _Begun | None = None
 
@@ -231,7 +190,7 @@ class Runner:
                 for length in lengths:
                     caches = run(length)
                 for _ in range(min(STEPS_TO_SETTLE, self.max_context - caches[0].offset)):
-                    mx.eval(self._step(0, caches))
+                    mx.eval(self._step(0, caches)[0])
         if self.experts:
             self.experts.compile_kernels()
         self.model.backend.counters.clear()
@@ -361,7 +320,8 @@ class Runner:
             return
         self._check_usable()
         self._closed = True
-        self._ids, self._cache, self._ahead, self._step, self.model = [], [], None, None, None
+        self._ids, self._cache, self._ahead, self._last = [], [], None, None
+        self._step = self._slots = self.model = None
         if self.experts is not None:
             self.experts.close()
             self.experts = None
@@ -438,42 +398,63 @@ class Runner:
 
     def _forward(self, ids: list[int], *, head: bool, ahead: bool = False) -> mx.array | None:
         """Run ``ids`` as one pass. Only its last row goes through the head, and only where ``head``."""
-        after, is_laid_out = self.position + len(ids), False
+        after, is_laid_out, routed = self.position + len(ids), False, None
         try:
             if head and len(ids) == 1:
-                logits = self._decode_step(ids[0], ahead)
+                logits, routed = self._decode_step(ids[0], ahead)
             else:
                 hidden = self.model.hidden(mx.array([ids]), self._cache)
                 logits = self.model.head(hidden[:, -1:])[0, 0].astype(mx.float32) if head else None
             is_laid_out = True
-            self._evaluate(logits)
+            self._evaluate(logits, routed)
+            if not self._is_right(routed):
+                is_laid_out, routed = False, None
+                logits = self._run_again(ids[0])
+                is_laid_out = True
+                self._evaluate(logits)
             self._ids += ids
+            if self._last is not None:
+                self._begin_next(self._last)
         except BaseException as error:
-            if not is_laid_out:
+            if not is_laid_out or self.position == after:
                 self._go_back()
-            elif self.position < after:
-                # Python hears of Ctrl-C when the evaluation has ended: another has nothing left to do then.
-                if isinstance(error, Exception) or not self._can_evaluate(logits):
-                    # The buffers are results of the evaluation that failed.
-                    self._empty()
-                else:
-                    self._ids += ids
+            # Python hears of Ctrl-C when the evaluation has ended: another has nothing left to do then.
+            elif isinstance(error, Exception) or not self._can_evaluate(logits, routed):
+                # The buffers are results of the evaluation that failed.
+                self._empty()
+            elif self._is_right(routed):
+                self._ids += ids
+            else:
+                self._go_back()
             raise
         return logits
 
-    def _evaluate(self, logits: mx.array | None) -> None:
-        mx.eval(logits, [] if self._ahead else [layer.arrays for layer in self._cache])
+    def _evaluate(self, logits: mx.array | None, routed: Routed | None = None) -> None:
+        states = [] if self._ahead else [layer.arrays for layer in self._cache]
+        mx.eval(logits, routed and routed.chosen, states)
 
-    def _can_evaluate(self, logits: mx.array | None) -> bool:
+    def _can_evaluate(self, logits: mx.array | None, routed: Routed | None) -> bool:
         try:
-            self._evaluate(logits)
+            self._evaluate(logits, routed)
         except BaseException:
             return False
         return True
 
+    def _is_right(self, routed: Routed | None) -> bool:
+        """Whether a step that was evaluated had every expert that it chose."""
+        return routed is None or self._slots.settle(routed)
+
+    def _run_again(self, token: int) -> mx.array:
+        """Take back a step that lacked experts, and run its token as they are read."""
+        if self._ahead is not None:
+            mx.eval(self._ahead.logits)  # it writes the same states
+        self._forget_ahead()
+        trim_all(self._cache, self.position)
+        return self._step(token, self._cache, by_layer=True)[0]
+
     def _go_back(self) -> None:
         """After an error in the middle of a pass: to the end of the last one, or to nothing."""
-        self._ahead = None
+        self._ahead = self._last = None
         if self.experts is not None:
             self.experts.settle()
         if reusable_prefix(self._cache, self.position) == self.position:
@@ -481,30 +462,40 @@ class Runner:
         else:
             self._empty()
 
-    def _decode_step(self, token: int, ahead: bool) -> mx.array:
-        """Logits behind ``token``, which may have been begun before; ``ahead`` begins with the next."""
+    def _decode_step(self, token: int, ahead: bool) -> tuple[mx.array, Routed | None]:
+        """Logits behind ``token``, which may have been begun before, and what has to be right for them to count.
+        ``ahead`` begins with the next, or has `_forward` begin with it once they do."""
         begun, self._last = self._ahead, None
         if begun is not None and begun.fed.item() == token:
             self._ahead = None
         else:
             self._forget_ahead()
             begun = None
-        if not (ahead and self._looks_ahead):
-            return self._step(token, self._cache) if begun is None else begun.logits
+        by_layer = self._slots is not None and not (self._slots.expect_hits() and self._step.is_whole)
+        if by_layer or not (ahead and self._looks_ahead):
+            if begun is None:
+                return self._step(token, self._cache, by_layer=by_layer)
+            return begun.logits, begun.routed
         if begun is None:
             begun = self._begin(mx.array([[token]], mx.int32))
-        if self.position + 2 <= self.max_context:
-            self._ahead = self._begin(begun.likeliest)
+        if begun.routed is None or not self._takes_back_one:
+            self._begin_next(begun)
         self._last = begun
-        return begun.logits
+        return begun.logits, begun.routed
+
+    def _begin_next(self, begun: _Begun) -> None:
+        """Begin with the likeliest token behind ``begun``, once, where there is room for it."""
+        is_laid_out = self._slots is None or self._step.is_whole
+        if self._ahead is None and is_laid_out and self._cache[0].offset < self.max_context:
+            self._ahead = self._begin(begun.likeliest)
 
     def _begin(self, token: mx.array) -> _Begun:
         """Run a token without waiting. What the next step needs is evaluated with this one, because whoever waits for
         one result of an evaluation waits for all of them."""
-        logits = self._step(token, self._cache)
+        logits, routed = self._step(token, self._cache)
         likeliest = mx.argmax(logits).astype(mx.int32).reshape(1, 1)
-        begun = _Begun(token, logits, likeliest, mx.max(logits))
-        mx.async_eval(logits, likeliest, begun.peak)
+        begun = _Begun(token, logits, routed, likeliest, mx.max(logits))
+        mx.async_eval(logits, routed and routed.chosen, likeliest, begun.peak)
         return begun
 
     def _forget_ahead(self) -> None:

@@ -4,7 +4,7 @@ Every operation of a pass costs time in Python and MLX before it costs any on th
 the same for every token, so they are found once, by running the model, and then run together: on a GPU as one compiled
 graph (``mx.compile``), on a CPU as one list of kernels and buffers. What differs between tokens is in arrays: the
 token, its position, the rotations there, and what a model finds by it on the host. Keys and values are written in
-place, so that nothing else comes back.
+place, so that nothing else comes back, but for the experts that were chosen where a GPU has only some of them.
 
 A step notices parameters and modules that were replaced, and finds its operations again. It cannot notice a method that
 was patched on a class.
@@ -13,6 +13,7 @@ was patched on a class.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -22,6 +23,7 @@ from mlx.utils import tree_flatten
 
 from turbospark_mlx.custom_kernels.backends import Backend
 from turbospark_mlx.custom_kernels.backends.replay import NotRecordable, Recording
+from turbospark_mlx.experts import Routed, SlotMaps
 from turbospark_mlx.families.layers import Module, Positions, RoPE
 from turbospark_mlx.protocols import LayerCache
 
@@ -29,6 +31,8 @@ Buffers = mx.array | tuple["Buffers", ...]
 """What one layer's kernels write a token into."""
 Found = dict[str, np.ndarray]
 """``CausalModel.look_up``: what a pass is given beside its token."""
+
+_Result = tuple[mx.array, Routed | None]
 
 
 class _PlacedState:
@@ -113,15 +117,17 @@ class DecodeStep:
         *,
         fixed: bool = True,
         arrays: Sequence[mx.array] = (),
+        slots: SlotMaps | None = None,
     ):
         """``cache`` is like those of the steps to come. ``fixed`` says that the operations of a step do not depend on
-        what it computes. ``arrays`` are what they read beside the model's parameters."""
-        self._model, self._arrays = model, arrays
+        what it computes; with ``slots`` they may be run as if they did not. ``arrays`` are what they read beside the
+        model's parameters."""
+        self._model, self._arrays, self._slots = model, arrays, slots
         backend: Backend = model.backend
         self._ropes: list[RoPE] | None = None
-        self._run: Callable[[mx.array | int, int, Found, list[Buffers]], mx.array] | None = None
+        self._run: Callable[[mx.array | int, int, Found, list[Buffers]], _Result] | None = None
         self.how = "one operation after the other"
-        if not fixed:
+        if not fixed and (slots is None or backend.launch is None):
             self.how += ", because experts are chosen on the way"
         elif backend.launch is not None and not all(layer.places(1) for layer in cache):
             self.how += ", because a state is not written in place"
@@ -131,63 +137,92 @@ class DecodeStep:
                 if backend.device == "gpu"
                 else (self._run_recorded, "one list of kernels")
             )
-        self._compiled: Callable[..., mx.array] | None = None
+            self.how += " while experts are in their slots" * (not fixed)
+        self._compiled: Callable[..., Sequence[mx.array]] | None = None
         self._recorded: _Recorded | None = None
         self._contents: _Contents | None = None
 
-    def __call__(self, token: int | mx.array, cache: Sequence[LayerCache]) -> mx.array:
-        """Float32 logits ``[vocab]`` behind ``token``, an id or an int32 array ``[1, 1]``; not yet evaluated on a GPU.
+    @property
+    def is_whole(self) -> bool:
+        """Whether the operations of a step run together, as far as is known."""
+        return self._run is not None
 
-        ``cache`` moves on by one token. Whoever catches an error trims it.
+    def __call__(self, token: int | mx.array, cache: Sequence[LayerCache], *, by_layer: bool = False) -> _Result:
+        """Float32 logits ``[vocab]`` behind ``token``, an id or an int32 array ``[1, 1]``; not yet evaluated on a GPU.
+        With them comes what ``SlotMaps.settle`` has to find right before they count, or None.
+
+        ``by_layer`` runs one operation after the other, with experts read on the way. ``cache`` moves on by one token.
+        Whoever catches an error trims it.
         """
         offset = cache[0].offset
         found = self._model.look_up(token, cache)
-        if self._run is not None and all(layer.arrays for layer in cache):
+        if self.is_whole and not by_layer and all(layer.arrays for layer in cache):
             buffers = [layer.place(1) for layer in cache]
             try:
                 known = self._contents is not None and self._contents.unchanged()
-                logits = (self._run if known else self._first)(token, offset, found, buffers)
+                result = (self._run if known else self._first)(token, offset, found, buffers)
                 for layer in cache:
-                    layer.written(logits)
-                return logits
+                    layer.written(result[0])
+                return result
             except NotRecordable as reason:
                 self._run, self.how = None, f"one operation after the other, because {reason}"
                 for layer in cache:
                     layer.trim(1)
-        return _logits(self._model, _ids(token), cache, Positions(offset, 1), _arrays(found))
+        return _logits(self._model, _ids(token), cache, Positions(offset, 1), _arrays(found)), None
 
-    def _first(self, token: int | mx.array, offset: int, found: Found, buffers: list[Buffers]) -> mx.array:
+    def _first(self, token: int | mx.array, offset: int, found: Found, buffers: list[Buffers]) -> _Result:
         """Run the model as it is, to learn which rotations it asks for."""
         positions = Positions(offset, 1)
         states = [_PlacedState(buffer) for buffer in buffers]
-        logits = _logits(self._model, _ids(token), states, positions, _arrays(found))
+        maps = self._maps()
+        outputs = self._outputs(_ids(token), states, positions, _arrays(found), maps)
         self._ropes, self._contents = positions.ropes, _Contents(self._model)
         self._compiled = self._recorded = None
-        return logits
+        return self._result(outputs, maps)
+
+    def _maps(self) -> list[mx.array]:
+        return self._slots.arrays() if self._slots else []
+
+    def _outputs(
+        self,
+        token: mx.array,
+        states: list[_PlacedState],
+        positions: Positions,
+        found: dict[str, mx.array],
+        maps: list[mx.array],
+    ) -> tuple[mx.array, ...]:
+        """Logits and, where experts are in slots, what was chosen."""
+        compute = partial(_logits, self._model, token, states, positions, found)
+        return self._slots.laid_out(maps, compute) if self._slots else (compute(),)
+
+    def _result(self, outputs: Sequence[mx.array], maps: list[mx.array]) -> _Result:
+        return outputs[0], self._slots.launched(*outputs, maps) if self._slots else None
 
     def _tables(self, offset: int) -> list[np.ndarray]:
         return [rope.table(offset, 1) for rope in self._ropes]
 
-    def _run_compiled(self, token: int | mx.array, offset: int, found: Found, buffers: list[Buffers]) -> mx.array:
+    def _run_compiled(self, token: int | mx.array, offset: int, found: Found, buffers: list[Buffers]) -> _Result:
         if self._compiled is None:
 
-            def step(token, start, tables, found, buffers):
+            def step(token, start, tables, found, buffers, maps):
                 positions = _StepPositions(start, dict(zip(self._ropes, tables, strict=True)))
-                return _logits(self._model, token, [_PlacedState(buffer) for buffer in buffers], positions, found)
+                return self._outputs(token, [_PlacedState(buffer) for buffer in buffers], positions, found, maps)
 
             self._compiled = mx.compile(step)
-        tables = [mx.array(table) for table in self._tables(offset)]
+        tables, maps = [mx.array(table) for table in self._tables(offset)], self._maps()
         try:
-            return self._compiled(_ids(token), mx.array([offset], mx.int32), tables, _arrays(found), buffers)
+            given = _ids(token), mx.array([offset], mx.int32), tables, _arrays(found), buffers, maps
+            outputs = self._compiled(*given)
         except (ValueError, RuntimeError) as error:
             raise NotRecordable(f"it cannot be traced: {error}") from error
+        return self._result(outputs, maps)
 
-    def _run_recorded(self, token: int, offset: int, found: Found, buffers: list[Buffers]) -> mx.array:
+    def _run_recorded(self, token: int, offset: int, found: Found, buffers: list[Buffers]) -> _Result:
         new = (token, offset, self._tables(offset), found)
         if self._recorded is None or not self._recorded.moved_to(buffers):
             self._recorded = _Recorded(self._model, self._arrays, self._ropes, new, buffers)
-            return self._recorded.logits
-        return self._recorded(*new)
+            return self._recorded.logits, None
+        return self._recorded(*new), None
 
 
 def _ids(token: int | mx.array) -> mx.array:

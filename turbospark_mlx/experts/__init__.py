@@ -4,7 +4,8 @@
 """
 
 from turbospark_mlx.experts.counters import ExpertCounters
+from turbospark_mlx.experts.on_device import Routed, SlotMaps
 from turbospark_mlx.experts.resolve import Resolved, least_bytes
 from turbospark_mlx.experts.store import ExpertStore, open_experts
 
-__all__ = ["ExpertCounters", "ExpertStore", "Resolved", "least_bytes", "open_experts"]
+__all__ = ["ExpertCounters", "ExpertStore", "Resolved", "Routed", "SlotMaps", "least_bytes", "open_experts"]

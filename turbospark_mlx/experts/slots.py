@@ -42,6 +42,8 @@ class SlotTable:
             raise OptionError(f"expert_policy={policy!r}: possible are {', '.join(get_args(Policy))}.")
         self._policy = policy
         self._clock = 0
+        self.arrivals = 0
+        """How often experts were published."""
         self.expert_of = [EMPTY] * slots
         self.last_use = [0] * slots
         self.use_count = [0] * experts
@@ -66,7 +68,7 @@ class SlotTable:
         slots = [self._slot_of.get(expert, EMPTY) for expert in wanted]
         reserved = {*slots, *protected}
         misses = tuple(i for i, slot in enumerate(slots) if slot == EMPTY)
-        free = [slot for slot in range(len(self)) if slot not in reserved]
+        free = [slot for slot in range(len(self)) if slot not in reserved] if misses else []
         if len(free) < len(misses):
             return None
         free.sort(key=self._eviction_order)
@@ -90,6 +92,7 @@ class SlotTable:
 
     def commit(self, plan: Plan) -> None:
         """Publish the misses of ``plan``, every one of which has been read."""
+        self.arrivals += bool(plan.misses)
         for miss in plan.misses:
             expert, slot = plan.experts[miss], plan.slots[miss]
             self.expert_of[slot] = expert

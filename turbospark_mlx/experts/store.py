@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 
 import mlx.core as mx
 
@@ -16,6 +17,7 @@ from turbospark_mlx.experts.chunks import most_rows
 from turbospark_mlx.experts.counters import ExpertCounters
 from turbospark_mlx.experts.in_place import InPlace
 from turbospark_mlx.experts.mapped import map_experts
+from turbospark_mlx.experts.on_device import SlotMaps
 from turbospark_mlx.experts.reader import THREADS, ExpertReader
 from turbospark_mlx.experts.resolve import Resolved, resolve
 from turbospark_mlx.experts.slots import Policy, SlotTable
@@ -83,8 +85,15 @@ class ExpertStore:
 
     @property
     def on_host(self) -> bool:
-        """Whether the router's choice comes to the host, so that no step can be laid out before it runs."""
+        """Whether the router's choice may come to the host in the middle of a step."""
         return not all(isinstance(layer, InPlace) and layer.fixed for layer in self._layers.values())
+
+    @cached_property
+    def slot_maps(self) -> SlotMaps | None:
+        """What lays a step out over slots all the same: for a GPU, once all layers were made. None without slots, and
+        on a CPU, which waits for nothing."""
+        layers = self._streamed()
+        return SlotMaps(layers) if layers and self._backend.device == "gpu" else None
 
     @property
     def arrays(self) -> list[mx.array]:

@@ -6,6 +6,8 @@ Rules that everything else rests on:
   full are published.
 - A slot that work still to be evaluated will read is not overwritten: that work is evaluated first.
 - Products are summed in the router's order, so that no answer depends on what was a hit.
+- A decode step on a GPU that is laid out before it runs (`on_device`) reads slots without asking. It counts only if all
+  that it chose was there, and it too is evaluated before a slot is overwritten.
 - A chunk that wants more experts than there are slots is cut on experts, not on tokens: first those that are here, then
   the others in batches, so that each is read once. While one batch is computed the next is read.
 """
@@ -16,7 +18,6 @@ import threading
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import mlx.core as mx
 import numpy as np
@@ -27,7 +28,7 @@ from turbospark_mlx.errors import BackendError, InstallError, OptionError
 from turbospark_mlx.experts.chunks import mix_in_parts, most_rows
 from turbospark_mlx.experts.counters import ExpertCounters
 from turbospark_mlx.experts.reader import ExpertReader, Reads
-from turbospark_mlx.experts.slots import Plan, SlotTable
+from turbospark_mlx.experts.slots import EMPTY, Plan, SlotTable
 
 _UNEVALUATED = 4
 """Results that may be waiting to be evaluated; an older one is evaluated when another comes."""
@@ -92,13 +93,33 @@ class Streamed:
         self._in_flight: Reads | None = None
         self._user: threading.Thread | None = None
         self._unevaluated: list[tuple[frozenset[int], list[mx.array]]] = []
+        self.steps: list[mx.array] = []
+        """Results of steps that were laid out, and may still read any slot."""
+        self._mapped: tuple[int, mx.array] | None = None
+        self._given_map: mx.array | None = None
+        self._chosen: mx.array | None = None
 
     def begin(self, indices: mx.array) -> _Pending:
-        """On a CPU the experts that are missing begin to be read here. On a GPU the router is set going, or, once every
-        expert is here to stay, nobody waits for it any more."""
+        """On a CPU the experts that are missing begin to be read here. On a GPU the router is set going; nobody waits
+        for it where a step is laid out, nor once every expert is here to stay."""
         pending = _Pending(indices)
-        if self.idle:
+        if self.idle and self._given_map is None:
             return pending
+        self._enter()
+        if self._given_map is not None:
+            self._chosen, pending.slots = indices, self._given_map[indices]
+        elif self._backend.device == "cpu":
+            pending.chosen = self._host(indices)
+            if pending.chosen.size:
+                rows = most_rows(indices.shape[1], self.arena.blob.gate.columns)
+                pending.chunk, pending.batch = self._open(pending.chosen[:rows])
+        elif self.table.holds_all:
+            pending.slots = self.slot_map[indices]
+        else:
+            mx.async_eval(indices)
+        return pending
+
+    def _enter(self) -> None:
         user = self._user
         if user is not None and user is not threading.current_thread() and user.is_alive():
             raise BackendError(
@@ -106,16 +127,18 @@ class Streamed:
                 " Open the model once for each thread."
             )
         self._user = threading.current_thread()
-        if self._backend.device == "cpu":
-            pending.chosen = self._host(indices)
-            if pending.chosen.size:
-                rows = most_rows(indices.shape[1], self.arena.blob.gate.columns)
-                pending.chunk, pending.batch = self._open(pending.chosen[:rows])
-        elif self.table.holds_all:
-            pending.slots = self._slot_map[indices]
-        else:
-            mx.async_eval(indices)
-        return pending
+
+    def lay_out(self, slot_map: mx.array) -> None:
+        """Until `laid_out`, mix what lies where ``slot_map`` says. Nothing is read, counted or waited for."""
+        self._enter()
+        self._given_map = slot_map
+
+    def laid_out(self) -> mx.array | None:
+        """The indices that were asked for since `lay_out`."""
+        if self._given_map is not None:
+            self._user = None
+        chosen, self._given_map, self._chosen = self._chosen, None, None
+        return chosen
 
     def finish(
         self,
@@ -126,8 +149,9 @@ class Streamed:
         meanwhile: tuple[mx.array, ...] = (),
         residual: mx.array | None = None,
     ) -> mx.array:
-        self._user = None
-        if self.idle or x.shape[0] == 0:
+        if self._given_map is None:
+            self._user = None
+        if x.shape[0] == 0 or (self.idle and pending.slots is None):
             return mx.zeros(x.shape, x.dtype)
         if pending.slots is not None:
             return mix_in_parts(self._mix_slots, pending.slots, x, weights, residual)
@@ -158,10 +182,21 @@ class Streamed:
         """Read experts, at most as many as there are slots, before any is wanted. They count as misses."""
         self._complete(self._start(list(experts)))
 
-    @cached_property
-    def _slot_map(self) -> mx.array:
-        """The slot of each expert, for when every expert has one."""
-        return mx.array(np.argsort(self.table.expert_of).astype(np.uint32))
+    def count_hits(self, experts: list[int]) -> None:
+        """Count experts, all of them in slots, as `begin` and `finish` do for one chunk."""
+        if not self.table.holds_all:
+            self._start(experts)
+
+    @property
+    def slot_map(self) -> mx.array:
+        """The slot of each expert, int32 ``[experts]``, and any for one that has none: the same array until one comes
+        in."""
+        if self._mapped is None or self._mapped[0] != self.table.arrivals:
+            held = np.array(self.table.expert_of)
+            slot_of = np.zeros(len(self.table.use_count), np.int32)
+            slot_of[held[held != EMPTY]] = np.flatnonzero(held != EMPTY)
+            self._mapped = self.table.arrivals, mx.array(slot_of)
+        return self._mapped[1]
 
     def _mix_slots(self, slots: mx.array, x: mx.array, weights: mx.array, residual: mx.array | None) -> mx.array:
         return expert_mixture(self.arena, slots, x, weights, residual=residual, backend=self._backend)
@@ -258,6 +293,10 @@ class Streamed:
             mx.eval(self._unevaluated.pop(0)[1])
 
     def _evaluate_readers(self, slots: Collection[int]) -> None:
+        try:
+            mx.eval(self.steps)
+        finally:
+            self.steps.clear()
         kept = []
         for read, arrays in self._unevaluated:
             if read.isdisjoint(slots):
