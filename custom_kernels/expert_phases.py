@@ -20,10 +20,12 @@ from turbospark_mlx.custom_kernels.expert_arena import BlobMatrix, ExpertArena, 
 from turbospark_mlx.errors import OptionError
 
 _HEADERS = ("eight", "affine", "affine_block", "fp4", "activation", "expert_rows")
-PHASE1 = Kernel("moe_phase1_gate_up_act", inputs=("blobs", "slots", "x"), outputs=("inner",), headers=_HEADERS)
+PHASE1 = Kernel(
+    "moe_phase1_gate_up_act", inputs=("blobs", "slots", "slot_of", "x"), outputs=("inner",), headers=_HEADERS
+)
 PHASE2 = Kernel(
     "moe_phase2_down_reduce",
-    inputs=("blobs", "slots", "inner", "weights", "residual"),
+    inputs=("blobs", "slots", "slot_of", "inner", "weights", "residual"),
     outputs=("y",),
     headers=_HEADERS,
 )
@@ -68,8 +70,8 @@ def _groups(products: int, together: int, most: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def plan1(backend: str, blob: ExpertBlob, words: int, rows: int, top_k: int, dtype: mx.Dtype) -> Launch:
-    """The launch of the first kernel over blobs of ``words`` words."""
+def plan1(backend: str, blob: ExpertBlob, words: int, rows: int, top_k: int, dtype: mx.Dtype, mapped: bool) -> Launch:
+    """The launch of the first kernel over blobs of ``words`` words; ``mapped`` with a map of slots."""
     matrix, up, pairs, at_once = blob.gate, blob.up, rows * top_k, 2
     host = backend == "host"
     simdgroups = 1 if host else 4
@@ -91,13 +93,14 @@ def plan1(backend: str, blob: ExpertBlob, words: int, rows: int, top_k: int, dty
             *parts_of("GATE", matrix),
             *parts_of("UP", up),
             ("BIAS", matrix.bias is not None),
+            ("MAPPED", mapped),
             ("ACTIVATION", gemv.ACTIVATIONS.index(blob.activation)),
             ("LIMIT_BITS", float_bits(blob.limit)),
             ("ALPHA_BITS", float_bits(blob.alpha)),
         ),
         groups=(groups, pairs),
         simdgroups=simdgroups,
-        input_dtypes=(mx.uint32, mx.int32, dtype),
+        input_dtypes=(mx.uint32, mx.int32, mx.int32 if mapped else None, dtype),
         output_shapes=((pairs, matrix.rows),),
         output_dtypes=(dtype,),
     )
@@ -105,7 +108,14 @@ def plan1(backend: str, blob: ExpertBlob, words: int, rows: int, top_k: int, dty
 
 @lru_cache(maxsize=4096)
 def plan2(
-    backend: str, blob: ExpertBlob, words: int, rows: int, top_k: int, dtype: mx.Dtype, residual: mx.Dtype | None
+    backend: str,
+    blob: ExpertBlob,
+    words: int,
+    rows: int,
+    top_k: int,
+    dtype: mx.Dtype,
+    mapped: bool,
+    residual: mx.Dtype | None,
 ) -> Launch:
     """The launch of the second kernel."""
     matrix, at_once = blob.down, 4
@@ -128,18 +138,20 @@ def plan2(
             ("MOST", MOST),
             *parts_of("DOWN", matrix),
             ("BIAS", matrix.bias is not None),
+            ("MAPPED", mapped),
             ("RESIDUAL", residual is not None),
         ),
         groups=(groups, rows),
         simdgroups=1 if host else top_k,
-        input_dtypes=(mx.uint32, mx.int32, dtype, mx.float32, residual),
+        input_dtypes=(mx.uint32, mx.int32, mx.int32 if mapped else None, dtype, mx.float32, residual),
         output_shapes=((rows, matrix.rows),),
         output_dtypes=(dtype,),
     )
 
 
-def moe_phase1_reference(arena: ExpertArena, slots, x) -> mx.array:
+def moe_phase1_reference(arena: ExpertArena, slots, x, slot_of=None) -> mx.array:
     """Definition of `moe_phase1_gate_up_act`."""
+    slots = slots if slot_of is None else slot_of[slots]
     rows = mx.repeat(x.astype(mx.float32), slots.shape[1], axis=0)
     gate, up = (
         _products(matrix, parts, slots, rows)
@@ -148,8 +160,9 @@ def moe_phase1_reference(arena: ExpertArena, slots, x) -> mx.array:
     return activate(arena.blob, gate, up).astype(x.dtype)
 
 
-def moe_phase2_reference(arena: ExpertArena, slots, inner, weights, residual=None) -> mx.array:
+def moe_phase2_reference(arena: ExpertArena, slots, inner, weights, residual=None, slot_of=None) -> mx.array:
     """Definition of `moe_phase2_down_reduce`."""
+    slots = slots if slot_of is None else slot_of[slots]
     products = _products(arena.blob.down, arena.stacked[2], slots, inner.astype(mx.float32))
     total = (products.reshape(*slots.shape, -1) * weights[..., None]).sum(axis=1)
     return (total if residual is None else total + residual.astype(mx.float32)).astype(inner.dtype)
@@ -189,20 +202,23 @@ def _check(op: str, arena: ExpertArena, slots: mx.array, given: mx.array, shape:
         raise OptionError(f"{op}: the experts do not lie in one array")
 
 
-def moe_phase1_gate_up_act(arena: ExpertArena, slots: mx.array, x: mx.array, *, backend: Backend) -> mx.array:
+def moe_phase1_gate_up_act(
+    arena: ExpertArena, slots: mx.array, x: mx.array, *, slot_of: mx.array | None = None, backend: Backend
+) -> mx.array:
     """``activation(gate(x[r]), up(x[r]))`` of the expert in ``slots[r, k]``, for each row ``r`` and then each ``k``.
 
-    ``slots [rows, top_k]`` integer are rows of the arena's ``array``, which nobody checks; ``x [rows, hidden]`` ->
-    ``[rows * top_k, intermediate]`` in the dtype of ``x``. Up to 8 rows of INT4, INT8 and MXFP4 experts run in our
-    kernel. Raises OptionError for shapes that do not fit.
+    ``slots [rows, top_k]`` integer are rows of the arena's ``array``, or with ``slot_of [experts]`` int32 the numbers
+    of experts, which says where they lie; nobody checks either. ``x [rows, hidden]`` -> ``[rows * top_k,
+    intermediate]`` in the dtype of ``x``. Up to 8 rows of INT4, INT8 and MXFP4 experts run in our kernel. Raises
+    OptionError for shapes that do not fit.
     """
     _check(MOE_PHASE1.name, arena, slots, x, (slots.shape[0], arena.blob.gate.columns))
     if not serves(arena.blob, x.dtype, *slots.shape, backend):
         backend.count(MOE_PHASE1.name, "mlx")
-        return moe_phase1_reference(arena, slots, x)
+        return moe_phase1_reference(arena, slots, x, slot_of)
     backend.count(MOE_PHASE1.name, "kernel")
-    call = plan1(backend.name, arena.blob, arena.array.shape[1], *slots.shape, x.dtype)
-    return backend.launch(call, (arena.array, slots.astype(mx.int32), x))[0]
+    call = plan1(backend.name, arena.blob, arena.array.shape[1], *slots.shape, x.dtype, slot_of is not None)
+    return backend.launch(call, (arena.array, slots.astype(mx.int32), slot_of, x))[0]
 
 
 def moe_phase2_down_reduce(
@@ -212,12 +228,14 @@ def moe_phase2_down_reduce(
     weights: mx.array,
     *,
     residual: mx.array | None = None,
+    slot_of: mx.array | None = None,
     backend: Backend,
 ) -> mx.array:
     """``sum_k weights[r, k] * down(inner[r * top_k + k]) + residual[r]``, added in float32 in the order of ``k``.
 
-    ``slots [rows, top_k]`` as in `moe_phase1_gate_up_act`, which gives ``inner [rows * top_k, intermediate]``;
-    ``weights [rows, top_k]`` float32, ``residual [rows, hidden]`` -> ``[rows, hidden]`` in the dtype of ``inner``.
+    ``slots [rows, top_k]`` and ``slot_of`` as in `moe_phase1_gate_up_act`, which gives ``inner [rows * top_k,
+    intermediate]``; ``weights [rows, top_k]`` float32, ``residual [rows, hidden]`` -> ``[rows, hidden]`` in the dtype of
+    ``inner``.
     Raises OptionError for shapes that do not fit.
     """
     down, (rows, top_k) = arena.blob.down, slots.shape
@@ -225,8 +243,8 @@ def moe_phase2_down_reduce(
     _check(MOE_PHASE2.name, arena, slots, inner, (rows * top_k, down.columns), more)
     if not serves(arena.blob, inner.dtype, rows, top_k, backend):
         backend.count(MOE_PHASE2.name, "mlx")
-        return moe_phase2_reference(arena, slots, inner, weights, residual)
+        return moe_phase2_reference(arena, slots, inner, weights, residual, slot_of)
     backend.count(MOE_PHASE2.name, "kernel")
     dtype = None if residual is None else residual.dtype
-    call = plan2(backend.name, arena.blob, arena.array.shape[1], rows, top_k, inner.dtype, dtype)
-    return backend.launch(call, (arena.array, slots.astype(mx.int32), inner, weights, residual))[0]
+    call = plan2(backend.name, arena.blob, arena.array.shape[1], rows, top_k, inner.dtype, slot_of is not None, dtype)
+    return backend.launch(call, (arena.array, slots.astype(mx.int32), slot_of, inner, weights, residual))[0]

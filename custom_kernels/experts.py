@@ -62,13 +62,15 @@ def expert_mixture(
     weights: mx.array,
     *,
     residual: mx.array | None = None,
+    slot_of: mx.array | None = None,
     backend: Backend,
 ) -> mx.array:
     """``y[r] = sum_k weights[r, k] * expert(slots[r, k])(x[r]) + residual[r]``, added in the order of k.
 
     ``slots [rows, top_k]`` integer, ``x [rows, hidden]``, ``weights [rows, top_k]`` float32, ``residual`` like ``x`` ->
-    ``[rows, hidden]`` in the dtype of ``x``. MLX does not check slots: they come from a bounded router, or from the
-    host, which has checked them. On a CPU the result is computed here and now; on a GPU it reads the arena when it is
+    ``[rows, hidden]`` in the dtype of ``x``. On a GPU, ``slot_of [experts]`` int32 makes ``slots`` the numbers of
+    experts and says where they are. MLX does not check slots: they come from a bounded router, or from the host, which
+    has checked them. On a CPU the result is computed here and now; on a GPU it reads the arena when it is
     evaluated, so that no slot may change before. Raises OptionError for shapes that do not fit.
     """
     _check(slots.shape, x, weights, residual, arena.blob)
@@ -77,8 +79,10 @@ def expert_mixture(
             found = np.array(slots)
             _check_slots(found, arena)
             slots = slots if arena.places is None else _placed(arena, found)
-        inner = expert_phases.moe_phase1_gate_up_act(arena, slots, x, backend=backend)
-        return expert_phases.moe_phase2_down_reduce(arena, slots, inner, weights, residual=residual, backend=backend)
+        options = {"slot_of": slot_of, "backend": backend}
+        inner = expert_phases.moe_phase1_gate_up_act(arena, slots, x, **options)
+        return expert_phases.moe_phase2_down_reduce(arena, slots, inner, weights, residual=residual, **options)
+    slots = slots if slot_of is None else slot_of[slots]
     if x.shape[0] == 0 or backend.device == "cpu":
         mixture = Mixture(x, weights, residual=residual, blob=arena.blob, backend=backend)
         mixture.add(arena, np.arange(slots.size), np.array(slots).reshape(-1))

@@ -192,7 +192,7 @@ class Runner:
                 for _ in range(min(STEPS_TO_SETTLE, self.max_context - caches[0].offset)):
                     mx.eval(self._step(0, caches)[0])
         if self.experts:
-            self.experts.compile_kernels()
+            self.experts.compile_kernels(self.model.dtype)
         self.model.backend.counters.clear()
 
     @property

@@ -1,5 +1,5 @@
-    // y[m, n] = sum_k weights[m, k] * down_s(inner[m, k])[n] + residual[m, n], with s = slots[m, k], added in float32 in
-    // the order of k. Experts lie in blobs [slots, WORDS]; DOWN and what follows are where parts begin, in bytes.
+    // y[m, n] = sum_k weights[m, k] * down_s(inner[m, k])[n] + residual[m, n], with s = slots[m, k], or MAPPED
+    // s = slot_of[slots[m, k]], added in float32 in the order of k. Experts lie in blobs [slots, WORDS]; DOWN and what follows are where parts begin, in bytes.
     // Threadgroups share out the rows m (y) and the N columns of y (x), ROWS at a time; the simdgroups of one share out
     // the experts, and the lanes of a simdgroup blocks of 32 columns of their matrix.
     constexpr uint BLOCKS = K / 32;
@@ -12,7 +12,8 @@
       const uint first = (threadgroup_position_in_grid.x * passes + pass) * ROWS;
       for (uint k = simd; k < top && first < N; k += simds) {
         const uint pair = m * top + k;
-        const device uint* blob = blobs + min(uint(slots[pair]), uint(blobs_shape[0] - 1)) * uint(WORDS);
+        const uint slot = MAPPED ? slot_of[min(uint(slots[pair]), uint(slot_of_shape[0] - 1))] : slots[pair];
+        const device uint* blob = blobs + min(slot, uint(blobs_shape[0] - 1)) * uint(WORDS);
         Partial sums[ROWS];
         UNROLL
         for (uint r = 0; r < ROWS; ++r) {

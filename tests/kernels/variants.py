@@ -74,13 +74,13 @@ def affine(
     return call, parts
 
 
-def dense(backend, rows, columns, out, dtype, weights, *, biased, stream=None, **more):
-    """With a bias and what is added, in the dtype ``stream``, or with neither; ``more`` options."""
+def dense(backend, rows, columns, out, dtype, weights, *, biased, stream=None, result=None):
+    """With a bias and what is added, in the dtype ``stream``, or with neither, in the dtype ``result``."""
     arrays = [normal(rows, columns, dtype=dtype), normal(out, columns, dtype=weights)]
     arrays += [normal(out, dtype=dtype), normal(rows, out, dtype=stream or dtype)] * biased
 
     def call(x, weight, bias=None, residual=None):
-        return ck.dense_matmul(x, weight, bias=bias, residual=residual, **more, backend=backend)
+        return ck.dense_matmul(x, weight, bias=bias, residual=residual, dtype=result, backend=backend)
 
     return call, arrays
 
@@ -438,24 +438,33 @@ def experts(count, hidden, intermediate, stored, companions, activation, *, bias
     return blob, mx.array(blobs.view(np.uint32))
 
 
-def phases(backend, rows, top_k, dtype, kind, *, residual=False):
-    """Both halves of the experts of a decode step; ``kind`` is what `experts` gives."""
+def phases(backend, rows, top_k, dtype, kind, *, residual=False, mapped=False):
+    """Both halves of the experts of a decode step; ``kind`` is what `experts` gives. ``mapped`` tells by a map of more
+    experts in which slots they are."""
     blob, blobs = kind
     chosen = [np.random.default_rng(row).permutation(len(blobs))[:top_k] for row in range(rows)]
     slots = mx.array(np.array(chosen, np.int32))
     hidden, intermediate = blob.gate.columns, blob.down.columns
     weights = mx.softmax(normal(rows, top_k), axis=-1)
     added = [normal(rows, hidden, dtype=dtype)] * residual
+    slot_of = []
+    if mapped:
+        experts = np.random.default_rng(9).permutation(2 * len(blobs))[: len(blobs)]
+        slot_of = [mx.zeros((2 * len(blobs),), mx.int32)]
+        slot_of[0][mx.array(experts)] = mx.arange(len(blobs))
+        slots = mx.array(experts.astype(np.int32))[slots]
 
-    def first(blobs, slots, x):
-        return ck.moe_phase1_gate_up_act(ck.ExpertArena(blob, [], blobs), slots, x, backend=backend)
+    def first(blobs, slots, x, *slot_of):
+        options = dict(zip(("slot_of",), slot_of, strict=False))
+        return ck.moe_phase1_gate_up_act(ck.ExpertArena(blob, [], blobs), slots, x, **options, backend=backend)
 
-    def second(blobs, slots, inner, weights, more=None):
+    def second(blobs, slots, inner, weights, *more):
+        options = dict(zip(["residual"] * residual + ["slot_of"] * mapped, more, strict=True))
         arena = ck.ExpertArena(blob, [], blobs)
-        return ck.moe_phase2_down_reduce(arena, slots, inner, weights, residual=more, backend=backend)
+        return ck.moe_phase2_down_reduce(arena, slots, inner, weights, **options, backend=backend)
 
-    yield first, [blobs, slots, normal(rows, hidden, dtype=dtype)]
-    yield second, [blobs, slots, normal(rows * top_k, intermediate, dtype=dtype), weights, *added]
+    yield first, [blobs, slots, normal(rows, hidden, dtype=dtype), *slot_of]
+    yield second, [blobs, slots, normal(rows * top_k, intermediate, dtype=dtype), weights, *added, *slot_of]
 
 
 def grouped(backend, rows, dtype, kind):
@@ -503,7 +512,7 @@ def variants(backend: Backend) -> Iterator[Call]:
         yield dense(backend, rows, 1023, 130, mx.float16, mx.bfloat16, biased=True)
         yield dense(backend, rows, 128, 64, mx.bfloat16, mx.float32, biased=False)
         yield dense(backend, rows, 2560, 32, mx.bfloat16, mx.bfloat16, biased=False)
-        yield dense(backend, rows, 2048, 130, mx.bfloat16, mx.bfloat16, biased=False, dtype=mx.float32)
+        yield dense(backend, rows, 2048, 130, mx.bfloat16, mx.bfloat16, biased=False, result=mx.float32)
         yield dense(backend, rows, 96, 40, mx.bfloat16, mx.float16, biased=True, stream=mx.float32)
     for head_dim, value_dim in ((16, 16), (64, 64), (80, 80), (128, 128), (256, 256), (512, 512), (576, 512)):
         yield attend(backend, 9, 3, 1, 100, head_dim, value_dim, mx.bfloat16, mx.float16)
@@ -546,11 +555,12 @@ def variants(backend: Backend) -> Iterator[Call]:
         for activation, options in (("silu", {}), ("gelu_tanh", {}), ("clamped_swiglu", {"biased": True})):
             kind = experts(12, 384, 192, INT4, mx.bfloat16, activation, **options)
             yield from phases(backend, rows, 8, mx.bfloat16, kind, residual=activation == "silu")
+            yield from phases(backend, rows, 8, mx.bfloat16, kind, residual=rows == 1, mapped=True)
             yield grouped(backend, 7 * rows, mx.bfloat16, kind)
     for dtype in DTYPES:
         yield from phases(backend, 1, 2, dtype, experts(3, 128, 224, ((8, 64), (4, 32)), mx.float16, "silu"))
         kind = experts(4, 352, 96, MXFP4, mx.bfloat16, "clamped_swiglu", biased=True, alpha=1.3)
-        yield from phases(backend, 1, 3, dtype, kind, residual=True)
+        yield from phases(backend, 1, 3, dtype, kind, residual=True, mapped=True)
         yield grouped(backend, 50, dtype, kind)
     for dtype in DTYPES:
         yield from streams(backend, (1, 1, 10240), 4, dtype)

@@ -27,6 +27,10 @@ from turbospark_mlx.memory import available_bytes
 from turbospark_mlx.protocols import Experts, ExpertSpec
 
 
+GPU_WARM_UP_ROWS = (2, 1)
+"""Rows that take each way there is on a GPU."""
+
+
 class ExpertStore:
     """Calling it makes the experts of one layer (``protocols.ExpertFactory``). A context manager.
 
@@ -117,16 +121,17 @@ class ExpertStore:
         for layer in self._streamed():
             layer.settle()
 
-    def compile_kernels(self) -> None:
-        """Mix zeros, for many rows an expert and for few, so that no kernel is compiled in the middle of an answer.
-        MLX's own operations, which GPUs run, need none."""
-        if self._backend.name != "host":
+    def compile_kernels(self, dtype: mx.Dtype) -> None:
+        """Mix zeros in ``dtype``, for many rows an expert and for few, so that no kernel is compiled in the middle of an
+        answer."""
+        if self._backend.launch is None:
             return
+        counts = WARM_UP_ROWS if self._backend.device == "cpu" else GPU_WARM_UP_ROWS
         layers = {layer.arena.blob: layer.arena for _, layer in sorted(self._layers.items(), reverse=True)}
         for blob, arena in layers.items():
-            for count in WARM_UP_ROWS:
+            for count in counts:
                 slots = mx.zeros((count, 1), mx.int32)
-                x = mx.zeros((count, blob.gate.columns))
+                x = mx.zeros((count, blob.gate.columns), dtype)
                 for residual in (None, x):
                     weights = mx.zeros((count, 1))
                     mx.eval(expert_mixture(arena, slots, x, weights, residual=residual, backend=self._backend))

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
@@ -64,7 +65,7 @@ class _Chunk:
 @dataclass
 class _Pending:
     indices: mx.array
-    slots: mx.array | None = None
+    slot_of: mx.array | None = None
     chosen: np.ndarray | None = None
     chunk: _Chunk | None = None
     batch: _Batch | None = None
@@ -107,14 +108,14 @@ class Streamed:
             return pending
         self._enter()
         if self._given_map is not None:
-            self._chosen, pending.slots = indices, self._given_map[indices]
+            self._chosen, pending.slot_of = indices, self._given_map
         elif self._backend.device == "cpu":
             pending.chosen = self._host(indices)
             if pending.chosen.size:
                 rows = most_rows(indices.shape[1], self.arena.blob.gate.columns)
                 pending.chunk, pending.batch = self._open(pending.chosen[:rows])
         elif self.table.holds_all:
-            pending.slots = self.slot_map[indices]
+            pending.slot_of = self.slot_map
         else:
             mx.async_eval(indices)
         return pending
@@ -151,10 +152,11 @@ class Streamed:
     ) -> mx.array:
         if self._given_map is None:
             self._user = None
-        if x.shape[0] == 0 or (self.idle and pending.slots is None):
+        if x.shape[0] == 0 or (self.idle and pending.slot_of is None):
             return mx.zeros(x.shape, x.dtype)
-        if pending.slots is not None:
-            return mix_in_parts(self._mix_slots, pending.slots, x, weights, residual)
+        if pending.slot_of is not None:
+            mixed = partial(self._mix_slots, slot_of=pending.slot_of)
+            return mix_in_parts(mixed, pending.indices, x, weights, residual)
         if pending.chosen is None:
             mx.async_eval(*meanwhile, x, weights)
             pending.chosen = self._host(pending.indices)
@@ -198,8 +200,16 @@ class Streamed:
             self._mapped = self.table.arrivals, mx.array(slot_of)
         return self._mapped[1]
 
-    def _mix_slots(self, slots: mx.array, x: mx.array, weights: mx.array, residual: mx.array | None) -> mx.array:
-        return expert_mixture(self.arena, slots, x, weights, residual=residual, backend=self._backend)
+    def _mix_slots(
+        self,
+        slots: mx.array,
+        x: mx.array,
+        weights: mx.array,
+        residual: mx.array | None,
+        slot_of: mx.array | None = None,
+    ) -> mx.array:
+        options = {"residual": residual, "slot_of": slot_of, "backend": self._backend}
+        return expert_mixture(self.arena, slots, x, weights, **options)
 
     def _host(self, indices: mx.array) -> np.ndarray:
         chosen, count = np.array(indices), len(self.table.use_count)
