@@ -234,8 +234,8 @@ def moe_phase2_down_reduce(
     """``sum_k weights[r, k] * down(inner[r * top_k + k]) + residual[r]``, added in float32 in the order of ``k``.
 
     ``slots [rows, top_k]`` and ``slot_of`` as in `moe_phase1_gate_up_act`, which gives ``inner [rows * top_k,
-    intermediate]``; ``weights [rows, top_k]`` float32, ``residual [rows, hidden]`` -> ``[rows, hidden]`` in the dtype of
-    ``inner``.
+    intermediate]``; ``weights [rows, top_k]`` float32, ``residual [rows, hidden]`` -> ``[rows, hidden]`` in the dtype
+    of ``inner``.
     Raises OptionError for shapes that do not fit.
     """
     down, (rows, top_k) = arena.blob.down, slots.shape

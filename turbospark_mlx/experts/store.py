@@ -26,7 +26,6 @@ from turbospark_mlx.gturbo import Install
 from turbospark_mlx.memory import available_bytes
 from turbospark_mlx.protocols import Experts, ExpertSpec
 
-
 GPU_WARM_UP_ROWS = (2, 1)
 """Rows that take each way there is on a GPU."""
 
@@ -122,8 +121,8 @@ class ExpertStore:
             layer.settle()
 
     def compile_kernels(self, dtype: mx.Dtype) -> None:
-        """Mix zeros in ``dtype``, for many rows an expert and for few, so that no kernel is compiled in the middle of an
-        answer."""
+        """Mix zeros in ``dtype``, for many rows an expert and for few, so that no kernel is compiled in the middle of
+        an answer."""
         if self._backend.launch is None:
             return
         counts = WARM_UP_ROWS if self._backend.device == "cpu" else GPU_WARM_UP_ROWS
