@@ -3,7 +3,7 @@
 python benchmarks/kernels.py                       # parity and timing for the back end of this machine
 python benchmarks/kernels.py --sweep               # also: which launch sizes are fastest (GPUs)
 python benchmarks/kernels.py --report report.md    # write the same text to a file
-python benchmarks/kernels.py --parity-only --parity-report docs/parity/NAME.json
+python benchmarks/kernels.py --parity-only --parity-report docs/parity/NAME.json   # --changed-only: what is behind
 
 Timings rotate through copies of a matrix (1 GB on a GPU, 256 MB on a CPU), so that no cache holds it; each figure is
 the median of 7 repeats that alternate between ours and MLX's. Shares are of the bandwidth measured in the same run.
@@ -12,6 +12,7 @@ the median of 7 repeats that alternate between ours and MLX's. Shares are of the
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,7 +27,7 @@ from turbospark_mlx.custom_kernels.backends import Backend
 
 # The variants and their comparison are the tests'; a script's own folder is all that Python looks in by itself.
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests.kernels.report import compare, device_name, document, write
+from tests.kernels.report import comparable, compare, device_name, document, still_true, write
 
 LARGE = ((14336, 4096), (4096, 14336), (4096, 4096), (128256, 4096))
 SIZES = tuple((r, s, p, a) for r in (1, 2, 4) for s in (4, 8) for p in (1, 4) for a in (2, 4))
@@ -59,11 +60,18 @@ def normal(seed: int, *shape: int, dtype: mx.Dtype = mx.float32) -> mx.array:
     return mx.array(values).astype(dtype)
 
 
-def parity(report: Report, backend: Backend, target: Path | None) -> bool:
-    """Every variant beside its reference; whether all agree. ``target`` is where the report to commit goes."""
+def parity(report: Report, backend: Backend, target: Path | None, changed_only: bool) -> bool:
+    """Every variant beside its reference; whether all agree. ``target`` is where the report to commit goes;
+    ``changed_only`` keeps what that says of kernels whose text has not changed since."""
+    known = {}
+    if changed_only:
+        before = json.loads(target.read_text(encoding="utf-8"))
+        if not comparable(before, backend):
+            raise SystemExit(f"{target} is of another machine or other versions: make all of it anew")
+        known = still_true(before)
     report("\n## Parity\n\n| op | arguments | error relative to the largest | allowed | |\n|---|---|---|---|---|")
     comparisons = []
-    for found in compare(backend):
+    for found in compare(backend, known):
         comparisons.append(found)
         verdict = "ok" if found.good else "**WRONG**"
         report(f"| {found.op} | {found.arguments} | {found.error:.1e} | {found.tolerance:.0e} | {verdict} |")
@@ -167,8 +175,13 @@ def main() -> None:
     parser.add_argument("--parity-only", action="store_true")
     parser.add_argument("--speed-only", action="store_true")
     parser.add_argument("--parity-report", type=Path, metavar="FILE", help="write the parity report to commit (JSON)")
+    parser.add_argument(
+        "--changed-only", action="store_true", help="compare only kernels whose text has changed since that report"
+    )
     parser.add_argument("--report", type=Path, metavar="FILE", help="write all that is printed to this file")
     args = parser.parse_args()
+    if args.changed_only and not (args.parity_report and args.parity_report.is_file()):
+        parser.error("--changed-only is about a --parity-report that exists")
 
     backend = ck.backends.select(args.kernels)
     if backend.launch is None:
@@ -177,7 +190,7 @@ def main() -> None:
     report = Report()
     name = f"{datetime.now(UTC):%Y-%m-%d}, {device_name(backend)}"
     report(f"{name}, mlx {mx.__version__}, back end {backend.name}: {backend.reason}")
-    agree = args.speed_only or parity(report, backend, args.parity_report)
+    agree = args.speed_only or parity(report, backend, args.parity_report, args.changed_only)
 
     if not args.parity_only:
         total = 1 << 30 if on_gpu else 1 << 28

@@ -17,7 +17,7 @@ KERNEL = Kernel(
     "moe_grouped_products",
     inputs=("blobs", "ends", "tiles", "x"),
     outputs=("y",),
-    headers=("eight", "affine", "affine_block", "fp4", "activation", "expert_rows", "expert_tile"),
+    headers=("eight", "affine", "staged_chunk", "affine_block", "fp4", "activation", "expert_rows", "expert_tile"),
 )
 GROUPED_EXPERTS = Op("grouped_experts", (KERNEL,), only="of INT4, INT8 or MXFP4 experts")
 TILE = 16

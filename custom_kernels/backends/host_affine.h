@@ -25,10 +25,6 @@ METAL_FUNC float store_chunk(Chunk<T>& to, Eight values) {
   return collapse(values);
 }
 
-METAL_FUNC Eight staged_chunk(const Chunk<float>& from) {
-  return from.values;
-}
-
 METAL_FUNC void store_block_sum(float* sums, uint chunk, bool, float sum) {
   sums[chunk / 4] = chunk % 4 == 0 ? sum : sums[chunk / 4] + sum;
 }

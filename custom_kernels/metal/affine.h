@@ -74,20 +74,6 @@ METAL_FUNC float store_chunk(threadgroup Chunk<float>& to, Eight values) {
   return ((low.x + low.y) + (low.z + low.w)) + ((high.x + high.y) + (high.z + high.w));
 }
 
-METAL_FUNC Eight staged_chunk(threadgroup const Chunk<float>& from) {
-  const float4 low = from.low, high = from.high;
-  Eight to;
-  to.values[0] = low.x;
-  to.values[1] = low.y;
-  to.values[2] = low.z;
-  to.values[3] = low.w;
-  to.values[4] = high.x;
-  to.values[5] = high.y;
-  to.values[6] = high.z;
-  to.values[7] = high.w;
-  return to;
-}
-
 // The sums of blocks from those of their chunks: neighbouring lanes hold neighbouring chunks, and all lanes come here.
 METAL_FUNC void store_block_sum(threadgroup float* sums, uint chunk, bool there, float sum) {
   sum += simd_shuffle_xor(sum, ushort(1));

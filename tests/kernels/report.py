@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib import metadata
@@ -45,6 +45,11 @@ class Comparison:
     tolerance: float
 
     @property
+    def subject(self) -> tuple[str, str, tuple[str, ...]]:
+        """What was compared."""
+        return self.op, self.arguments, tuple(self.launches)
+
+    @property
     def good(self) -> bool:
         return self.error <= self.tolerance
 
@@ -59,13 +64,29 @@ def fingerprint(kernel: Kernel, backend: str) -> str:
     return hashlib.sha256((cuda.translate(text) if backend == "cuda" else text).encode()).hexdigest()
 
 
-def compare(backend: Backend) -> Iterator[Comparison]:
-    """Every variant that takes a kernel on this back end, beside the reference back end in float32 on the CPU."""
+def still_true(report: dict) -> dict[tuple, Comparison]:
+    """The comparisons of kernels whose text is what it was, by what they compare."""
+    behind, every = set(stale(report)), (Comparison(**row) for row in report["variants"])
+    return {c.subject: c for c in every if behind.isdisjoint(launch.partition(" ")[0] for launch in c.launches)}
+
+
+def comparable(report: dict, backend: Backend) -> bool:
+    """Whether a report is of this back end, machine and MLX."""
+    made = document(backend, [])
+    return all(report[fact] == made[fact] for fact in ("backend", "device", "versions"))
+
+
+def compare(backend: Backend, known: Mapping[tuple, Comparison] | None = None) -> Iterator[Comparison]:
+    """Every variant that takes a kernel on this back end, beside the reference back end in float32 on the CPU; those
+    that are ``known`` (`still_true`) are not run again."""
     launches: list[str] = []
+    runs = True
 
     def launch(call, inputs):
         parameters = " ".join(f"{name}={_spell(value)}" for name, value in call.template)
         launches.append(f"{call.kernel.name} {parameters}")
+        if not runs:
+            return [mx.zeros(shape, dtype) for _, shape, dtype in call.present_outputs]
         return backend.launch(call, inputs)
 
     noting, reference = replace(backend, launch=launch), Backend("reference", "cpu", "")
@@ -73,6 +94,17 @@ def compare(backend: Backend) -> Iterator[Comparison]:
     for (function, arrays), (defined, _) in pairs:
         noting.counters.clear()
         launches.clear()
+        spelled = ", ".join(f"{_spell(a.dtype)} {list(a.shape)}" for a in arrays)
+        if known:
+            runs = False
+            function(*arrays)
+            runs = True
+            subject = (", ".join(op for op, _ in noting.counters), spelled, tuple(launches))
+            if subject in known:
+                yield known[subject]
+                continue
+            noting.counters.clear()
+            launches.clear()
         found = parity.outputs(function(*arrays))
         mx.eval(found)
         if {way for _, way in noting.counters} != {"kernel"}:
@@ -82,7 +114,7 @@ def compare(backend: Backend) -> Iterator[Comparison]:
         ops = [op for op, _ in noting.counters]
         yield Comparison(
             op=", ".join(ops),
-            arguments=", ".join(f"{_spell(a.dtype)} {list(a.shape)}" for a in arrays),
+            arguments=spelled,
             launches=list(launches),
             error=float(f"{worst[0]:.3g}"),
             tolerance=allowed * (CHAIN if ops[0].startswith("gated_") else 1),

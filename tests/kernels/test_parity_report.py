@@ -105,3 +105,33 @@ def test_wrong_results_are_told_from_right_ones(monkeypatch):
     assert not bad.good
     assert 0.009 < bad.error < 0.011
     assert good.launches == ["rope T=float32 PAIRS=4 START=0 DISTANCE=4 INTERLEAVED=False"]
+
+
+@pytest.mark.skipif(not compiler.candidates(), reason="no C++ compiler on this machine")
+def test_what_has_not_changed_is_not_run_again(monkeypatch):
+    cases = [(mx.float32, 3), (mx.float32, 4)]
+    monkeypatch.setattr(reports, "variants", lambda backend: [rotate(backend, (1, 2, n, 8), 4, t) for t, n in cases])
+    monkeypatch.setattr(reports, "awkward", lambda backend: [])
+    ran = []
+
+    def launch(call, inputs):
+        ran.append(call)
+        return host.launch(call, inputs)
+
+    backend = Backend("host", "cpu", "", launch)
+    device = mx.default_device()
+    mx.set_default_device(mx.cpu)
+    try:
+        report = reports.document(backend, list(reports.compare(backend)))
+        assert reports.comparable(report, backend)
+        known = reports.still_true(report)
+        ran.clear()
+        assert list(reports.compare(backend, known)) == [reports.Comparison(**row) for row in report["variants"]]
+        assert not ran
+        known.popitem()
+        assert len(list(reports.compare(backend, known))) == 2
+        assert len(ran) == 1
+        report["sources"]["rope"] = "another"
+        assert not reports.still_true(report)
+    finally:
+        mx.set_default_device(device)
