@@ -1,10 +1,11 @@
 """Decode with routed experts in memory and in slots, of one install in one run, medians of interleaved repeats.
 
 python benchmarks/residency.py shaped.gturbo                    # in memory, in as many slots, in half as many
-python benchmarks/residency.py shaped.gturbo --slots 128 64 32  # other numbers of slots a layer
+python benchmarks/residency.py shaped.gturbo --slots 64 --fold  # a text that fits 64 slots a layer
 
-Every way decodes the same tokens, greedily behind the same prompt, and has to find the same. What it missed in its
-slots while it was measured is printed beside it: a text that fits misses nothing.
+Every way decodes the same tokens, greedily behind the same prompt, and has to find the same. Slots are filled before.
+What was missed in them while it was measured is printed beside it: a text that fits misses nothing. Random weights
+choose experts at random; ``--fold`` makes expert 64 + n of 64 slots expert n, in every way.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import mlx.core as mx
 
 from turbospark_mlx import Runner
 from turbospark_mlx.experts import ExpertCounters
+from turbospark_mlx.experts.in_place import InPlace
+from turbospark_mlx.experts.streamed import Streamed
 from turbospark_mlx.gturbo import Install
 
 RESIDENT = "resident"
@@ -34,6 +37,16 @@ def decode(runner: Runner, token: int, count: int) -> tuple[list[int], float]:
     return found, count / (time.perf_counter() - start)
 
 
+def fold(slots: int) -> None:
+    """Have routers choose among the first ``slots`` experts, wherever they live; an expert may be chosen twice."""
+    for kind in (InPlace, Streamed):
+
+        def begin(self, indices: mx.array, begin=kind.begin):
+            return begin(self, indices % slots)
+
+        kind.begin = begin
+
+
 def misses(runner: Runner) -> int:
     return sum(runner.experts.counters, ExpertCounters()).misses
 
@@ -42,11 +55,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("install", type=Path)
     parser.add_argument("--slots", type=int, nargs="+", help="slots a layer; all experts and half of them by default")
+    parser.add_argument("--fold", action="store_true", help="choose only as many experts as there are slots")
     parser.add_argument("--prompt-tokens", type=int, default=8)
     parser.add_argument("--settle", type=int, default=64, help="tokens decoded before anything is measured")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
+    if args.fold and len(args.slots or ()) != 1:
+        parser.error("--fold is about one number of --slots")
+    if args.fold:
+        fold(args.slots[0])
 
     context = args.prompt_tokens + args.settle + args.new_tokens * args.repeats + 8
     options = {"max_context": context, "verify": "off"}
@@ -56,6 +74,7 @@ def main() -> None:
     for slots in args.slots or (experts, experts // 2):
         name = f"{slots} of {experts} slots"
         runners[name] = Runner.open(args.install, residency="streamed", expert_slots=slots, **options)
+        runners[name].experts.warm(runners[name].experts.routing())
 
     token = {}
     for name, runner in runners.items():
