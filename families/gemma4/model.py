@@ -154,7 +154,7 @@ class Router(Module):
     def __init__(self, config: Gemma4Config, number: int, build: Builder):
         super().__init__()
         path = f"model.layers.{number}.router"
-        self._eps, self._root, self._top_k = config.rms_norm_eps, config.hidden_size**-0.5, config.top_k_experts
+        self.eps, self._root, self._top_k = config.rms_norm_eps, config.hidden_size**-0.5, config.top_k_experts
         self._backend = build.backend
         self.proj = build.linear(f"{path}.proj", config.hidden_size, config.num_experts)
         self.scale = build.vector(f"{path}.scale", config.hidden_size)
@@ -162,7 +162,7 @@ class Router(Module):
 
     def __call__(self, x: mx.array) -> tuple[mx.array, mx.array]:
         """``x [rows, hidden]`` -> indices and float32 weights ``[rows, top_k]``."""
-        return self.choose(rms_norm(x, self["scale"], eps=self._eps, dtype=mx.float32, backend=self._backend))
+        return self.choose(rms_norm(x, self["scale"], eps=self.eps, dtype=mx.float32, backend=self._backend))
 
     def choose(self, normed: mx.array) -> tuple[mx.array, mx.array]:
         """The same of ``x`` that was normalised with ``scale``, in float32."""
@@ -245,12 +245,14 @@ class DecoderLayer(Module):
     def mixture(self, x: mx.array, attended: mx.array, scale: mx.array | None) -> mx.array:
         """What follows attention: the dense branch and the routed one, each normalised, added, and normalised again.
 
-        Norms that meet are one operation as long as they are this package's.
+        Norms that meet are one operation as long as they and the router are this package's, and have one eps.
         """
-        fused = isinstance(self.router, Router) and all(isinstance(self[name], RMSNorm) for name in _AROUND_BRANCHES)
+        norms = [self[name] for name in _AROUND_BRANCHES]
+        alike = all(type(norm) is RMSNorm and norm.eps == norms[0].eps for norm in norms)
+        fused = alike and type(self.router) is Router and self.router.eps == norms[0].eps
         flat = (-1, x.shape[-1])
         if fused:
-            options = {"eps": self.post_attention_layernorm.eps, "backend": self._backend}
+            options = {"eps": norms[0].eps, "backend": self._backend}
             before, second = self.post_attention_layernorm["weight"], self.pre_feedforward_layernorm_2["weight"]
             around = {"before": before, "second": second, "dtype": mx.float32}
             x, normed, given = add_rms_norm(attended, x, self.router["scale"], **around, **options)

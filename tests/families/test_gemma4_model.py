@@ -129,6 +129,51 @@ def test_every_norm_has_the_configured_epsilon(fused):
     assert_close(build(config, fused=fused)(tokens)[0], reference_gemma4.logits(config, weights, PROMPT[:20]))
 
 
+NORMS_AND_ROUTER = (
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm_2",
+    "post_feedforward_layernorm",
+    "post_feedforward_layernorm_1",
+    "post_feedforward_layernorm_2",
+    "router",
+)
+
+
+class Wrapped(nn.Module):
+    """Does what another module does, and remembers with what."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.seen = inner, []
+
+    def __call__(self, x):
+        self.seen.append(x.shape)
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("name", NORMS_AND_ROUTER)
+def test_a_module_of_another_kind_is_called(name):
+    """Norms that meet are one operation, but not one that passes by what somebody put in their place."""
+    tokens = mx.array([PROMPT[:20]])
+    model = build(tiny_config("gemma4", "gemma4-moe"))
+    expected = model(tokens)[0]
+    layer = model.layers[1]
+    layer[name] = Wrapped(layer[name])
+    assert_close(model(tokens)[0], expected)
+    assert [np.prod(shape) for shape in layer[name].seen] == [20 * 64]
+
+
+@pytest.mark.parametrize("name", NORMS_AND_ROUTER)
+def test_a_norm_may_have_an_epsilon_of_its_own(name):
+    tokens = mx.array([PROMPT[:20]])
+    model, plain = (build(tiny_config("gemma4", "gemma4-moe"), fused=fused) for fused in (True, False))
+    before = np.array(model(tokens)[0])
+    for each in (model, plain):
+        each.layers[1][name].eps = 0.3
+    assert_close(model(tokens)[0], plain(tokens)[0])
+    assert np.abs(np.array(model(tokens)[0]) - before).max() > 1e-3
+
+
 def test_logits_are_capped():
     """Large ones come near the cap, differ from one another, and never exceed it."""
     model = model_of("gemma4", "gemma4-dense")
