@@ -369,3 +369,24 @@ def test_logits_that_are_no_numbers_have_no_likeliest(install):
         runner.model.model.norm.weight = runner.model.model.norm.weight * mx.nan
         runner.decode(5, ahead=True)
         assert runner.likeliest() is None
+
+
+def test_a_step_in_vain_has_ended_before_another_begins(install, monkeypatch):
+    """It writes the same rows, and MLX does not know."""
+    with Runner.open(install["llama"], kernels="reference") as runner:
+        runner._looks_ahead = True
+        runner.prefill(PROMPT[:4])
+        evaluate, evaluated = mx.eval, []
+        for forget in (
+            runner.mark,
+            lambda: runner.prefill([7]),
+            lambda: runner.decode((runner.likeliest() + 1) % 320),
+            lambda: runner.reuse([1, 2]),
+        ):
+            runner.decode(5, ahead=True)
+            begun = runner._ahead.logits
+            evaluated.clear()
+            with monkeypatch.context() as patch:
+                patch.setattr(mx, "eval", lambda *arrays: [evaluated.append(arrays[0]), evaluate(*arrays)])
+                forget()
+            assert evaluated[0] is begun

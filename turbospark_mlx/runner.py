@@ -446,8 +446,6 @@ class Runner:
 
     def _run_again(self, token: int) -> mx.array:
         """Take back a step that lacked experts, and run its token as they are read."""
-        if self._ahead is not None:
-            mx.eval(self._ahead.logits)  # it writes the same states
         self._forget_ahead()
         trim_all(self._cache, self.position)
         return self._step(token, self._cache, by_layer=True)[0]
@@ -499,11 +497,14 @@ class Runner:
         return begun
 
     def _forget_ahead(self) -> None:
-        """Bring the caches back from a step that was begun and is not wanted."""
-        self._last = None
-        if self._ahead is not None:
-            self._ahead = None
-            trim_all(self._cache, self.position)
+        """Bring the caches back from a step that was begun and is not wanted, once it has written its last: MLX does
+        not know that what comes next writes the same rows."""
+        ahead, self._ahead, self._last = self._ahead, None, None
+        if ahead is not None:
+            try:
+                mx.eval(ahead.logits)
+            finally:
+                trim_all(self._cache, self.position)
 
     def _empty(self) -> None:
         self._ids, self._ahead, self._last = [], None, None
