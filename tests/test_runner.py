@@ -3,7 +3,6 @@
 import itertools
 import os
 import signal
-import sys
 import threading
 import warnings
 
@@ -13,6 +12,7 @@ import pytest
 
 from tests.families.models import build, model_of
 from tests.families.oracles import PROMPT, assert_close, assert_exact
+from tests.runners import interrupted
 from turbospark_mlx import cache
 from turbospark_mlx.custom_kernels.backends import compiler
 from turbospark_mlx.errors import BackendError, ContextError, InstallError, OptionError, TurbosparkError
@@ -204,23 +204,8 @@ class TestFailures:
         for line in itertools.count():
             runner = Runner(model, prefill_chunk=4)
             runner.prefill(PROMPT[:6])
-            lines = []
-
-            def trace(frame, event, _, lines=lines, stop=line):
-                if frame.f_code.co_name in ("_forward", "_evaluate"):
-                    lines.append(frame.f_lineno)
-                    if len(lines) == stop + 1:
-                        raise KeyboardInterrupt
-                    return trace
-                return None
-
-            sys.settrace(trace)
-            try:
+            with interrupted(line, "_forward", "_evaluate") as lines:
                 runner.decode(5)
-            except KeyboardInterrupt:
-                pass
-            finally:
-                sys.settrace(None)
             if len(lines) <= line:
                 break
             self.check(model, runner, PROMPT[:6], [5] if runner.position == 7 else [])

@@ -9,6 +9,7 @@ import pytest
 
 from tests.families import gpt_oss_checkpoints
 from tests.families.oracles import PROMPT, assert_close, assert_exact
+from tests.runners import TOKENS, walk
 from turbospark_mlx.convert import convert
 from turbospark_mlx.custom_kernels import backends, rms_norm
 from turbospark_mlx.custom_kernels.backends import compiler
@@ -31,7 +32,6 @@ SPARK = ("spark", "spark-biases", "spark-one-key", "spark-full")
 QWEN4 = ("qwen4", "qwen4-ten", "qwen4-plain")
 MXFP4 = "gpt-oss-mxfp4"
 """As gpt-oss is published: its experts in MXFP4."""
-TOKENS = [int(t) for t in np.random.default_rng(3).integers(0, 320, 60)]
 
 
 class Installs(dict):
@@ -313,35 +313,8 @@ def test_looking_ahead_changes_nothing(install, variant, seed):
         Runner.open(install[variant], kernels="reference", max_context=60) as oracle,
     ):
         runner._looks_ahead = True
-        marks, logits = [], None
-        for _ in range(60):
-            action = rng.choice(
-                ["likeliest", "other", "prefill", "mark", "rollback", "reuse"], p=[0.5, 0.2, *[0.075] * 4]
-            )
-            room = runner.max_context - runner.position
-            if action in ("likeliest", "other") and room and runner.position:
-                token = int(mx.argmax(logits)) if action == "likeliest" else int(rng.integers(320))
-                logits = runner.decode(token, ahead=bool(rng.integers(4)))
-                assert_exact(logits, oracle.decode(token))
-                assert runner.likeliest() in (None, int(mx.argmax(logits)))
-            elif action == "mark" and runner.position:
-                marks.append((runner.mark(), oracle.mark(), logits))
-            elif action == "rollback" and marks:
-                mark, other, logits = marks.pop()
-                runner.rollback(mark)
-                oracle.rollback(other)
-            elif action == "reuse" and runner.position > 1:
-                ids = runner.history[:-1]
-                assert runner.reuse(ids) == oracle.reuse(ids)
-                marks = []
-                ids = ids[runner.position :]
-                logits = runner.prefill(ids)
-                assert_exact(logits, oracle.prefill(ids))
-            elif room > 3:
-                ids = TOKENS[: int(rng.integers(1, 4))]
-                logits = runner.prefill(ids)
-                assert_exact(logits, oracle.prefill(ids))
-            assert runner.history == oracle.history
+        chances = {"likeliest": 0.5, "other": 0.2} | dict.fromkeys(("prefill", "mark", "rollback", "reuse"), 0.075)
+        walk(runner, oracle, rng, 60, chances)
 
 
 def test_an_answer_that_takes_the_likeliest_is_the_same_looking_ahead(install):

@@ -7,7 +7,6 @@ MLX does when it traces is tried on a layer alone.
 import gc
 import itertools
 import shutil
-import sys
 import weakref
 from collections import Counter
 from dataclasses import replace
@@ -20,7 +19,8 @@ import pytest
 from tests.experts import layers
 from tests.experts.simulation import Simulation
 from tests.families.oracles import PROMPT, assert_exact
-from tests.test_step import TOKENS, Installs
+from tests.runners import TOKENS, interrupted, walk
+from tests.test_step import Installs
 from turbospark_mlx import runner as runner_module
 from turbospark_mlx.custom_kernels import backends
 from turbospark_mlx.custom_kernels.backends import Backend, compiler
@@ -291,23 +291,8 @@ def test_ctrl_c_at_every_line_of_a_pass(install, gpu, monkeypatch, variant, miss
             if misses:
                 evict(runner, -1, choices.by_layer()[-1][0][0][0])
             runner._slots.expect_hits()
-            lines = []
-
-            def trace(frame, event, _, lines=lines, stop=line):
-                if frame.f_code.co_name in names and "turbospark" in frame.f_code.co_filename:
-                    lines.append(frame.f_lineno)
-                    if len(lines) == stop + 1:
-                        raise KeyboardInterrupt
-                    return trace
-                return None
-
-            sys.settrace(trace)
-            try:
+            with interrupted(line, *names) as lines:
                 runner.decode(6, ahead=True)
-            except KeyboardInterrupt:
-                pass
-            finally:
-                sys.settrace(None)
             if runner.position == 13:
                 assert runner.likeliest() in (None, likeliest)
                 assert_exact(runner.decode(6, ahead=True), expected[0])
@@ -325,38 +310,30 @@ def test_going_back_after_tokens_that_were_run_again(install, gpu, monkeypatch, 
     rng, (experts, _) = np.random.default_rng(seed), COUNTS[variant]
     ways = Ways(monkeypatch).counts
     with opened(install[variant]) as oracle, opened(install[variant], experts - 1 - seed) as runner:
-        marks, logits, actions = [], None, ["likeliest", "other", "prefill", "mark", "rollback", "reuse", "reset"]
-        for _ in range(50):
-            action = rng.choice(actions, p=[0.5, 0.2, 0.08, 0.08, 0.07, 0.05, 0.02])
-            room = runner.max_context - runner.position
-            if action in ("likeliest", "other") and room and runner.position:
-                token = int(mx.argmax(logits)) if action == "likeliest" else int(rng.integers(320))
-                logits = runner.decode(token, ahead=bool(rng.integers(4)))
-                assert_exact(logits, oracle.decode(token))
-                assert runner.likeliest() in (None, int(mx.argmax(logits)))
-            elif action == "mark" and runner.position:
-                marks.append((runner.mark(), oracle.mark(), logits))
-            elif action == "rollback" and marks:
-                mark, other, logits = marks.pop()
-                runner.rollback(mark)
-                oracle.rollback(other)
-            elif action == "reuse" and runner.position > 1:
-                ids = runner.history[:-1]
-                assert runner.reuse(ids) == oracle.reuse(ids)
-                marks, ids = [], ids[runner.position :]
-                logits = runner.prefill(ids)
-                assert_exact(logits, oracle.prefill(ids))
-            elif action == "reset":
-                marks = []
-                runner.reset()
-                oracle.reset()
-            elif room > 3:
-                ids = TOKENS[: int(rng.integers(1, 4))]
-                logits = runner.prefill(ids)
-                assert_exact(logits, oracle.prefill(ids))
-            assert runner.history == oracle.history
+        chances = {"likeliest": 0.5, "other": 0.2, "prefill": 0.08, "mark": 0.08}
+        walk(runner, oracle, rng, 50, chances | {"rollback": 0.07, "reuse": 0.05, "reset": 0.02})
         assert ways["settled"] > 5
         assert ways["by layer"] > 5
+
+
+@pytest.mark.parametrize("variant", COUNTS)
+def test_kernels_are_compiled_when_a_model_is_opened(install, gpu, monkeypatch, variant):
+    """Also those of tokens that are run layer by layer, while no expert is here."""
+    backend, launched = backends.select("auto"), set()
+
+    def launch(call, inputs):
+        launched.add((call.kernel.name, call.template))
+        return backend.launch(call, inputs)
+
+    monkeypatch.setattr(backends, "select", lambda kernels: replace(backend, launch=launch))
+    ways = Ways(monkeypatch).counts
+    with opened(install[variant], COUNTS[variant][1]) as runner:
+        known = set(launched)
+        runner.prefill(PROMPT[:4])
+        for token in TOKENS[:8]:
+            runner.decode(token)
+        assert ways["by layer"] > 5
+        assert launched == known
 
 
 def test_a_step_that_cannot_be_laid_out_reads_on_the_way(install, gpu, monkeypatch):

@@ -122,12 +122,14 @@ class ExpertStore:
 
     def compile_kernels(self, dtype: mx.Dtype) -> None:
         """Mix zeros in ``dtype``, for many rows an expert and for few, so that no kernel is compiled in the middle of
-        an answer."""
+        an answer. On a GPU a pass that warms up has run all of them but those that a streamed layer's `idle` leaves."""
         if self._backend.launch is None:
             return
-        counts = WARM_UP_ROWS if self._backend.device == "cpu" else GPU_WARM_UP_ROWS
-        layers = {layer.arena.blob: layer.arena for _, layer in sorted(self._layers.items(), reverse=True)}
-        for blob, arena in layers.items():
+        on_cpu = self._backend.device == "cpu"
+        counts = WARM_UP_ROWS if on_cpu else GPU_WARM_UP_ROWS
+        layers = [layer for _, layer in sorted(self._layers.items())] if on_cpu else self._streamed()
+        arenas = {layer.arena.blob: layer.arena for layer in reversed(layers)}
+        for blob, arena in arenas.items():
             for count in counts:
                 slots = mx.zeros((count, 1), mx.int32)
                 x = mx.zeros((count, blob.gate.columns), dtype)
