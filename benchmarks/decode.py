@@ -23,7 +23,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
-from measure import memory_bandwidth
+from measure import likeliest, memory_bandwidth
 from peers import NOT_IN_MLX_LM, llama_cpp_model, llama_cpp_speeds, mlx_lm_model, mlx_lm_speeds, mlx_lm_twin
 from shapes import SHAPES, arrays, bytes_a_token, first_layers, make_model, plain_twin
 
@@ -34,12 +34,6 @@ from turbospark_mlx.store import resolve
 
 PASSAGE = Path(__file__).parents[1] / "tests" / "golden" / "alice.txt"
 OURS = "turbospark-mlx"
-
-
-def likeliest(runner: Runner, logits: mx.array) -> int:
-    """As the generation loop does it: on the host, unless the runner knows."""
-    known = runner.likeliest()
-    return int(np.argmax(np.array(logits, copy=False))) if known is None else known
 
 
 def our_speeds(runner: Runner, prompt: list[int], new_tokens: int) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""What several benchmarks measure with: interleaved medians, and the memory's bandwidth in the same run."""
+"""What several benchmarks measure with: interleaved medians, the next token, the memory's bandwidth in the same run."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 import mlx.core as mx
 import numpy as np
+
+from turbospark_mlx import Runner
 
 REPEATS = 7
 
@@ -33,6 +35,12 @@ def interleaved(functions: dict[str, Callable[[], list[mx.array]]], *, compiled:
             mx.eval(function())
             times[name].append((time.perf_counter() - start) / runs)
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def likeliest(runner: Runner, logits: mx.array) -> int:
+    """As the generation loop does it: on the host, unless the runner knows."""
+    known = runner.likeliest()
+    return int(np.argmax(np.array(logits, copy=False))) if known is None else known
 
 
 def memory_bandwidth(total: int, on_gpu: bool) -> tuple[str, float]:

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 import mlx.core as mx
+from measure import likeliest
 
 from turbospark_mlx import Runner
 from turbospark_mlx.experts import ExpertCounters
@@ -30,9 +31,7 @@ def decode(runner: Runner, token: int, count: int) -> tuple[list[int], float]:
     """``count`` tokens behind ``token``, and tokens a second."""
     found, start = [], time.perf_counter()
     for _ in range(count):
-        logits = runner.decode(token, ahead=True)
-        known = runner.likeliest()
-        token = int(mx.argmax(logits).item()) if known is None else known
+        token = likeliest(runner, runner.decode(token, ahead=True))
         found.append(token)
     return found, count / (time.perf_counter() - start)
 
@@ -78,8 +77,8 @@ def main() -> None:
 
     token = {}
     for name, runner in runners.items():
-        logits = runner.prefill(list(range(5, 5 + args.prompt_tokens)))
-        token[name] = decode(runner, int(mx.argmax(logits).item()), args.settle)[0][-1]
+        behind = likeliest(runner, runner.prefill(list(range(5, 5 + args.prompt_tokens))))
+        token[name] = decode(runner, behind, args.settle)[0][-1]
     before = {name: misses(runner) for name, runner in runners.items()}
     speeds, texts = {name: [] for name in runners}, {name: [] for name in runners}
     for _ in range(args.repeats):
