@@ -13,7 +13,7 @@ from tests.runners import TOKENS, walk
 from turbospark_mlx.convert import convert
 from turbospark_mlx.custom_kernels import backends, rms_norm
 from turbospark_mlx.custom_kernels.backends import compiler
-from turbospark_mlx.custom_kernels.backends.replay import NotRecordable, Recording
+from turbospark_mlx.custom_kernels.backends.replay import HostRecording, NotRecordable
 from turbospark_mlx.families.layers import Linear
 from turbospark_mlx.generation.loop import Request, generate_tokens
 from turbospark_mlx.runner import Runner
@@ -293,11 +293,11 @@ def test_a_recording_refuses_what_it_could_not_repeat():
     x, weight = mx.random.normal((1, 64)), mx.ones((64,))
     mx.eval(x, weight)
     options = {"eps": 1e-5, "backend": backend}
-    with Recording([x, weight]) as recording, pytest.raises(NotRecordable, match="input x of rms_norm comes from"):
+    with HostRecording([x, weight]) as recording, pytest.raises(NotRecordable, match="input x of rms_norm comes from"):
         rms_norm(rms_norm(x, weight, **options) + 1, weight, **options)
-    with Recording([x, weight]) as recording, pytest.raises(NotRecordable, match="the result comes from"):
+    with HostRecording([x, weight]) as recording, pytest.raises(NotRecordable, match="the result comes from"):
         recording.finish(mx.array(rms_norm(x, weight, **options)) + 0)
-    with Recording([x, weight]) as recording:
+    with HostRecording([x, weight]) as recording:
         recording.finish(rms_norm(rms_norm(x, weight, **options), weight, **options))
     np.array(x, copy=False)[...] = 3.0
     np.testing.assert_allclose(recording.replay(), np.ones((1, 64)), rtol=1e-4)

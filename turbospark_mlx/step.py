@@ -22,7 +22,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from turbospark_mlx.custom_kernels.backends import Backend
-from turbospark_mlx.custom_kernels.backends.replay import NotRecordable, Recording
+from turbospark_mlx.custom_kernels.backends.replay import HostRecording, NotRecordable
 from turbospark_mlx.experts import Routed, SlotMaps
 from turbospark_mlx.families.layers import Module, Positions, RoPE
 from turbospark_mlx.protocols import LayerCache
@@ -251,7 +251,7 @@ class _Recorded:
         positions = _StepPositions(start, dict(zip(ropes, rotations, strict=True)))
         states = [_PlacedState(buffer) for buffer in buffers]
         known = [*inputs, *arrays, *(array for _, array in tree_flatten(model.parameters()))]
-        with Recording(known, lent) as self._recording:
+        with HostRecording(known, lent) as self._recording:
             self._recording.finish(_logits(model, ids, states, positions, found))
 
     @property

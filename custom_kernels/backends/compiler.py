@@ -110,6 +110,15 @@ def cache_directory() -> Path:
     return path
 
 
+def keep(path: Path, content: bytes) -> None:
+    """Write a file of the cache so that it is there complete or not at all. Raises OSError."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(file.name, path)
+
+
 @cache
 def _sweep(directory: Path) -> None:
     """Remove what killed builds left, once a process. A build that is alive is younger than two compilations."""

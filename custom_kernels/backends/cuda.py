@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
-import tempfile
 from functools import cache
 from pathlib import Path
 
@@ -49,9 +47,7 @@ def included(name: str, text: str) -> str:
         if '"' in str(path) or "\n" in str(path):
             return text
         if not path.exists():
-            with tempfile.NamedTemporaryFile("w", dir=directory, suffix=".cuh", delete=False, encoding="utf-8") as file:
-                file.write(text)
-            os.replace(file.name, path)
+            compiler.keep(path, text.encode())
     except (BackendError, OSError):
         return text
     return f'#include "{path}"\n'

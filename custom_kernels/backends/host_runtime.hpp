@@ -247,17 +247,6 @@ extern "C" int record(
   return status;
 }
 
-// Where an array lies: {address, bytes}, which reach from its first to its last element.
-extern "C" int extent(void* object, uint64_t* to) {
-  Buffer view;
-  if (PyObject_GetBuffer(object, &view, STRIDED) != 0) return -1;
-  to[0] = uint64_t(view.memory);
-  to[1] = view.item_bytes;
-  for (int i = 0; i < view.dimensions; ++i) to[1] = view.shape[i] ? to[1] + (view.shape[i] - 1) * view.strides[i] : 0;
-  PyBuffer_Release(&view);
-  return 0;
-}
-
 // The memory arguments of a recorded call, to be read and replaced.
 extern "C" int memory_arguments(Call* call, const void*** to) {
   int count = 0;
