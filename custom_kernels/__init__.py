@@ -36,7 +36,7 @@ from turbospark_mlx.custom_kernels.expert_groups import grouped_experts
 from turbospark_mlx.custom_kernels.expert_phases import moe_phase1_gate_up_act, moe_phase2_down_reduce
 from turbospark_mlx.custom_kernels.experts import Mixture, expert_mixture
 from turbospark_mlx.custom_kernels.gated import gated_product
-from turbospark_mlx.custom_kernels.head import greedy_head
+from turbospark_mlx.custom_kernels.head import greedy_head, largest
 from turbospark_mlx.custom_kernels.indexer import index_append, index_appends, pool_blocks
 from turbospark_mlx.custom_kernels.latent_attention import LATENT_ATTENTION, HeadRows, latent_attends, latent_attention
 from turbospark_mlx.custom_kernels.norm import JoinedNorms, add_rms_norm, gated_rms_norm, rms_norm, rms_norm_add
@@ -59,6 +59,7 @@ OPS = (
     affine.AFFINE_EMBEDDING,
     dense.DENSE_MATMUL,
     head.GREEDY_HEAD,
+    head.LARGEST,
     norm.RMS_NORM,
     norm.GATED_RMS_NORM,
     norm.RMS_NORM_ADD,
@@ -122,6 +123,7 @@ __all__ = [
     "index_append",
     "index_appends",
     "indexed_attention",
+    "largest",
     "latent_attends",
     "latent_attention",
     "moe_phase1_gate_up_act",

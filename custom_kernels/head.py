@@ -1,14 +1,20 @@
-"""The output head, where only its largest value is wanted."""
+"""The largest logit: of logits that are there, and of an output head where nothing else is wanted."""
 
 from __future__ import annotations
+
+from functools import lru_cache
 
 import mlx.core as mx
 
 from turbospark_mlx.custom_kernels import affine, gemv
 from turbospark_mlx.custom_kernels.backends import Backend
+from turbospark_mlx.custom_kernels.backends.kernel import Kernel, Launch
 from turbospark_mlx.custom_kernels.backends.op import Op
+from turbospark_mlx.errors import OptionError
 
+LARGEST_KERNEL = Kernel("largest", inputs=("x",), outputs=("index", "peak"), headers=("eight",))
 GREEDY_HEAD = Op("greedy_head", (gemv.KERNEL, gemv.COMBINE), rows=gemv.ROWS)
+LARGEST = Op("largest", (LARGEST_KERNEL,), device="gpu")
 
 
 def _first_largest(logits: mx.array) -> mx.array:
@@ -54,3 +60,30 @@ def greedy_head(
     backend.count(GREEDY_HEAD.name, "mlx")
     logits = affine.affine_matmul(x.astype(mx.float32), weight, scales, biases, **options, eps=eps, backend=backend)
     return _first_largest(logits)
+
+
+def largest_reference(x) -> tuple[mx.array, mx.array]:
+    """Definition of `largest`."""
+    return mx.argmax(x).astype(mx.int32).reshape(1, 1), mx.max(x).astype(mx.float32).reshape(1)
+
+
+@lru_cache(maxsize=256)
+def _plan(backend: str, size: int, dtype: mx.Dtype) -> Launch:
+    simdgroups = 1 if backend == "host" else 32
+    template = (("T", dtype), ("N", size), ("SIMDS", simdgroups))
+    return Launch(LARGEST_KERNEL, template, (1, 1), simdgroups, (dtype,), ((1, 1), (1,)), (mx.int32, mx.float32))
+
+
+def largest(x: mx.array, *, backend: Backend) -> tuple[mx.array, mx.array]:
+    """The place of the largest of ``x [N]``, int32 ``[1, 1]`` as a token is fed, and its value, float32 ``[1]``.
+
+    The first wins where values are equal. Where one is NaN, so is the value, and the place says nothing. Raises
+    OptionError for an array that has another number of axes, or nothing in it.
+    """
+    if x.ndim != 1 or x.size == 0:
+        raise OptionError(f"largest: x is {x.dtype} {list(x.shape)}; it has one axis, and something in it.")
+    if not LARGEST.serves(backend, x.dtype):
+        backend.count(LARGEST.name, "mlx")
+        return largest_reference(x)
+    backend.count(LARGEST.name, "kernel")
+    return tuple(backend.launch(_plan(backend.name, x.size, x.dtype), (x,)))

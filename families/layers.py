@@ -223,6 +223,11 @@ class Embedding(Module):
         return dense_matmul(x, self["weight"], backend=self._backend)
 
 
+def product_in(dtype: mx.Dtype, matrix: nn.Module, x: mx.array) -> mx.array:
+    """``matrix(x)`` multiplied, and given, in ``dtype``. A packed matrix reads ``x`` as it is, without a copy."""
+    return matrix(x, dtype=dtype) if isinstance(matrix, AffineLinear) else matrix(x.astype(dtype))
+
+
 class AffineEmbedding(Module):
     """``Embedding`` with an affine-quantized table."""
 

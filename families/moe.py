@@ -12,7 +12,7 @@ import mlx.nn as nn
 from turbospark_mlx.custom_kernels import router_topk_select
 from turbospark_mlx.custom_kernels.backends import Backend
 from turbospark_mlx.families.feed_forward import FeedForward
-from turbospark_mlx.families.layers import Builder, Linear, Module, gelu_tanh
+from turbospark_mlx.families.layers import Builder, Linear, Module, gelu_tanh, product_in
 from turbospark_mlx.protocols import Experts, ExpertSpec
 
 
@@ -24,7 +24,7 @@ def route(
     options = {"top_k": top_k, "normalize": normalize, "backend": backend, **around}
     if isinstance(router, Linear):
         return router_topk_select(x, router["weight"], bias=router.get("bias"), **options)
-    return router_topk_select(router(x.astype(mx.float32)), **options)
+    return router_topk_select(product_in(mx.float32, router, x), **options)
 
 
 def activate(spec: ExpertSpec, gate: mx.array, up: mx.array) -> mx.array:

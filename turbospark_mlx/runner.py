@@ -32,7 +32,7 @@ from turbospark_mlx.gturbo import Install
 from turbospark_mlx.memory import available_bytes, give_back, map_large_blocks, uncached
 from turbospark_mlx.readers import read_ahead
 from turbospark_mlx.report import Report
-from turbospark_mlx.step import DecodeStep
+from turbospark_mlx.step import Begun, DecodeStep
 from turbospark_mlx.tokenizer import Tokenizer
 
 PREFILL_CHUNK = {"cpu": 512, "gpu": 2048}
@@ -49,18 +49,6 @@ class Mark:
 
     position: int
     layers: tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class _Begun:
-    """A step on its way: the token that was fed, the logits behind it, what has to be right for them to count, and the
-    largest of them, as a token and as a logit."""
-
-    fed: mx.array
-    logits: mx.array
-    routed: Routed | None
-    likeliest: mx.array
-    peak: mx.array
 
 
 class Runner:
@@ -116,8 +104,8 @@ class Runner:
         self._looks_ahead = model.backend.device == "gpu" and can_be_laid_out and not model.looks_up
         # The second of two steps has overwritten what the first needs to be run again.
         self._takes_back_one = any(isinstance(layer, RingKV) for layer in self._cache)
-        self._ahead: _Begun | None = None
-        self._last: _Begun | None = None
+        self._ahead: Begun | None = None
+        self._last: Begun | None = None
 
     @classmethod
     def open(
@@ -182,7 +170,9 @@ class Runner:
             mx.eval(self.model(mx.zeros((1, length), mx.int32), cache=caches))
             return caches
 
-        lengths = [length for length in WARM_UP_ROWS if length <= self.max_context]
+        # A step with its own way of running kernels compiles them itself, unless a miss makes it run layer by layer.
+        alone = 1 if self._step.is_apart and self._slots is None else 0
+        lengths = [length for length in WARM_UP_ROWS if alone < length <= self.max_context] or [1]
         with self.experts.idle() if self.experts and self.experts.on_host else nullcontext():
             if self.model.backend.rehearse is not None:
                 self.model.backend.rehearse(partial(run, length) for length in lengths)
@@ -267,9 +257,9 @@ class Runner:
         It is known without bringing the logits to the host, which costs a GPU's user a good part of a token's time.
         """
         self._check_usable()
-        if self._last is None or not math.isfinite(self._last.peak.item()):
+        if self._last is None or not math.isfinite(self._last.peak):
             return None
-        return self._last.likeliest.item()
+        return self._last.likeliest
 
     def mark(self) -> Mark:
         """A point to come back to with ``rollback``. It holds the caches' buffers, not a copy."""
@@ -431,7 +421,7 @@ class Runner:
 
     def _evaluate(self, logits: mx.array | None, routed: Routed | None = None) -> None:
         states = [] if self._ahead else [layer.arrays for layer in self._cache]
-        mx.eval(logits, routed and routed.chosen, states)
+        mx.eval(logits, routed and routed.array, states)
 
     def _can_evaluate(self, logits: mx.array | None, routed: Routed | None) -> bool:
         try:
@@ -464,7 +454,7 @@ class Runner:
         """Logits behind ``token``, which may have been begun before, and what has to be right for them to count.
         ``ahead`` begins with the next, or has `_forward` begin with it once they do."""
         begun, self._last = self._ahead, None
-        if begun is not None and begun.fed.item() == token:
+        if begun is not None and begun.fed == token:
             self._ahead = None
         else:
             self._forget_ahead()
@@ -475,26 +465,17 @@ class Runner:
                 return self._step(token, self._cache, by_layer=by_layer)
             return begun.logits, begun.routed
         if begun is None:
-            begun = self._begin(mx.array([[token]], mx.int32))
+            begun = self._step.begin(token, self._cache)
         if begun.routed is None or not self._takes_back_one:
             self._begin_next(begun)
         self._last = begun
         return begun.logits, begun.routed
 
-    def _begin_next(self, begun: _Begun) -> None:
+    def _begin_next(self, begun: Begun) -> None:
         """Begin with the likeliest token behind ``begun``, once, where there is room for it."""
         is_laid_out = self._slots is None or self._step.is_whole
         if self._ahead is None and is_laid_out and self._cache[0].offset < self.max_context:
-            self._ahead = self._begin(begun.likeliest)
-
-    def _begin(self, token: mx.array) -> _Begun:
-        """Run a token without waiting. What the next step needs is evaluated with this one, because whoever waits for
-        one result of an evaluation waits for all of them."""
-        logits, routed = self._step(token, self._cache)
-        likeliest = mx.argmax(logits).astype(mx.int32).reshape(1, 1)
-        begun = _Begun(token, logits, routed, likeliest, mx.max(logits))
-        mx.async_eval(logits, routed and routed.chosen, likeliest, begun.peak)
-        return begun
+            self._ahead = self._step.begin(begun, self._cache)
 
     def _forget_ahead(self) -> None:
         """Bring the caches back from a step that was begun and is not wanted, once it has written its last: MLX does
@@ -502,7 +483,7 @@ class Runner:
         ahead, self._ahead, self._last = self._ahead, None, None
         if ahead is not None:
             try:
-                mx.eval(ahead.logits)
+                ahead.wait()
             finally:
                 trim_all(self._cache, self.position)
 

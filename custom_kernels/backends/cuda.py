@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -72,6 +75,33 @@ def _bound(call: Launch):
     return bind(_function(call.kernel, call.names), call)
 
 
+Observer = Callable[[Launch, tuple[mx.array | None, ...]], list[mx.array]]
+
+
+class _Watch(threading.local):
+    observer: Observer | None = None
+
+
+_watch = _Watch()
+
+
+@contextmanager
+def observed(observer: Observer) -> Iterator[None]:
+    """Inside, ``observer`` takes this thread's launches instead of the GPU, and gives arrays like their outputs."""
+    _watch.observer = observer
+    try:
+        yield
+    finally:
+        _watch.observer = None
+
+
+def zeros(call: Launch, inputs: tuple[mx.array | None, ...]) -> list[mx.array]:
+    """An observer for who wants to know what is launched, not what comes of it."""
+    return [mx.zeros(shape, dtype) for _, shape, dtype in call.present_outputs]
+
+
 def launch(call: Launch, inputs: tuple[mx.array | None, ...]) -> list[mx.array]:
     """Add one kernel to the graph."""
+    if _watch.observer is not None:
+        return _watch.observer(call, inputs)
     return _bound(call)(inputs=given(inputs))

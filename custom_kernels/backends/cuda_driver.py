@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 
 from turbospark_mlx.errors import BackendError
@@ -79,10 +80,9 @@ def architecture(number: int = 0) -> str:
     return "sm_" + "".join(numbers)
 
 
-def function(code: bytes, name: str) -> tuple[Handle, Handle]:
-    """A function of compiled code, which is unloaded with the process, and its module."""
-    module = _made("cuModuleLoadData", ctypes.c_char_p(code))
-    return _made("cuModuleGetFunction", module, name.encode()), module
+def function(code: bytes, name: str) -> Handle:
+    """A function of compiled code, which is unloaded with the process."""
+    return _made("cuModuleGetFunction", _made("cuModuleLoadData", ctypes.c_char_p(code)), name.encode())
 
 
 class DeviceMemory:
@@ -138,9 +138,6 @@ class Stream:
     def record(self, event: Event) -> None:
         _call("cuEventRecord", event.handle, self._handle)
 
-    def wait(self) -> None:
-        _call("cuStreamSynchronize", self._handle)
-
 
 class Graph:
     """Kernels that are launched together, one after the other."""
@@ -162,9 +159,7 @@ class Graph:
         self.executable = _made("cuGraphInstantiateWithFlags", self._graph, ctypes.c_ulonglong(0))
         weakref.finalize(self, _forgiving, "cuGraphExecDestroy", self.executable)
 
-    def change(
-        self, index: int, function: Handle, grid: Sequence[int], threads: int, arguments: ctypes.Array
-    ) -> None:
+    def change(self, index: int, function: Handle, grid: Sequence[int], threads: int, arguments: ctypes.Array) -> None:
         """Give the kernel that was added as number ``index`` other arguments, for launches to come."""
         node = _node(function, grid, threads, arguments)
         _call("cuGraphExecKernelNodeSetParams_v2", self.executable, self._nodes[index], ctypes.byref(node))
@@ -176,5 +171,7 @@ def _node(function: Handle, grid: Sequence[int], threads: int, arguments: ctypes
 
 
 def _forgiving(name: str, handle: Handle) -> None:
-    """At the end of the process the driver may be gone before its objects."""
-    getattr(_library(), name)(handle)
+    """Whatever thread collects garbage; at the end of the process the driver may be gone before its objects."""
+    with suppress(BackendError):
+        enter()
+        _call(name, handle)

@@ -7,8 +7,8 @@ import hashlib
 import importlib.util
 import logging
 import os
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -106,40 +106,40 @@ def _options(architecture: str) -> list[str]:
     return [f"--gpu-architecture={architecture}", "--std=c++17", *includes]
 
 
-def machine_code(call: Launch, architecture: str) -> bytes:
-    """The code of one variant for GPUs of ``architecture`` (``"sm_90"``), from the cache or made new. Raises
+def machine_code(name: str, text: str, architecture: str) -> bytes:
+    """The code of a kernel's text for GPUs of ``architecture`` (``"sm_90"``), from the cache or made new. Raises
     BackendError."""
     library, version = _library()
-    text, options = source_text(call), _options(architecture)
+    options = _options(architecture)
     key = hashlib.sha256("\0".join([text, version, *options]).encode()).hexdigest()[:32]
     try:
-        path = compiler.cache_directory() / f"{call.kernel.name}-{key}.cubin"
+        path = compiler.cache_directory() / f"{name}-{key}.cubin"
         return path.read_bytes()
     except FileNotFoundError:
-        made = _compile(library, call.kernel.name, text, options)
-        compiler.keep(path, made)
+        made = _compile(library, name, text, options)
+        with suppress(OSError):
+            compiler.keep(path, made)
         return made
     except (BackendError, OSError):
-        return _compile(library, call.kernel.name, text, options)
+        return _compile(library, name, text, options)
 
 
-def compile_all(calls: Iterable[Launch], architecture: str, workers: int) -> dict[str, bytes]:
-    """`machine_code` of all, by their texts, ``workers`` at once. Each record of the log has ``kernels``, how many are
+def compile_all(texts: Mapping[str, str], architecture: str) -> dict[str, bytes]:
+    """`machine_code` of every text; ``texts`` maps them to names. Each record of the log has ``kernels``, how many are
     done and how many there are. Raises BackendError."""
-    different = {source_text(call): call for call in calls}
     made = {}
-    with ThreadPoolExecutor(workers) as pool:
-        codes = pool.map(lambda call: machine_code(call, architecture), different.values())
-        for done, (text, code) in enumerate(zip(different, codes, strict=True), 1):
-            made[text] = code
-            counts = (done, len(different))
-            logger.info("%d of %d kernels are compiled", *counts, extra={"kernels": counts})
+    for text, name in texts.items():
+        made[text] = machine_code(name, text, architecture)
+        counts = (len(made), len(texts))
+        logger.info("%d of %d kernels are compiled", *counts, extra={"kernels": counts})
     return made
 
 
 def _compile(library: ctypes.CDLL, name: str, text: str, options: list[str]) -> bytes:
     program = ctypes.c_void_p()
-    _check(library, library.nvrtcCreateProgram(ctypes.byref(program), text.encode(), name.encode(), 0, None, None), name)
+    _check(
+        library, library.nvrtcCreateProgram(ctypes.byref(program), text.encode(), name.encode(), 0, None, None), name
+    )
     try:
         given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
         if library.nvrtcCompileProgram(program, len(options), given):

@@ -11,7 +11,7 @@ import numpy as np
 
 from turbospark_mlx.cache import RecurrentState
 from turbospark_mlx.custom_kernels import convolves, dilated_convolution, dilated_convolution_step, ngram_gate
-from turbospark_mlx.families.layers import Builder, Module, Positions
+from turbospark_mlx.families.layers import Builder, Module, Positions, product_in
 from turbospark_mlx.families.qwen4.config import Qwen4Config
 from turbospark_mlx.families.qwen4.hyper import StreamNorm
 from turbospark_mlx.families.qwen4.ngrams import row_ids
@@ -67,7 +67,7 @@ class NgramTable(Module):
 
     def __init__(self, config: Qwen4Config, path: str, build: Builder):
         super().__init__()
-        self.table, self._dtype = build.table, build.dtype
+        self.table = build.table
         if build.table is None:
             rows = config.ngram_hash.rows
             self.ngram_embedding = build.embedding(f"{path}.ngram_embedding", rows, config.ngram_width)
@@ -79,7 +79,7 @@ class NgramTable(Module):
     def __call__(self, found: mx.array) -> mx.array:
         """The rows side by side ``[B, L, heads * columns]``."""
         rows = self.ngram_embedding(found) if self.table is None else found
-        return rows.astype(self._dtype).reshape(*found.shape[:2], -1)
+        return rows.reshape(*found.shape[:2], -1)
 
 
 class NgramLayer(Module):
@@ -87,7 +87,7 @@ class NgramLayer(Module):
 
     def __init__(self, config: Qwen4Config, path: str, build: Builder):
         super().__init__()
-        self._config, self._backend = config, build.backend
+        self._config, self._backend, self._dtype = config, build.backend, build.dtype
         self.ple_embedding = NgramTable(config, f"{path}.ple_embedding", build)
         self.key_proj = build.linear(f"{path}.key_proj", config.ple_embed_dim, config.wide)
         self.value_proj = build.linear(f"{path}.value_proj", config.ple_embed_dim, config.hidden_size)
@@ -105,8 +105,8 @@ class NgramLayer(Module):
     def __call__(self, x: mx.array, found: mx.array, positions: Positions, cache: NgramState | None = None) -> mx.array:
         """The streams ``x [B, L, C * H]``, and what is added to them; ``found`` comes from `look_up`."""
         rows, (batch, length, _) = self.ple_embedding(found), x.shape
-        key, query = self.norm_key(self.key_proj(rows)), self.norm_query(x)
-        told = ngram_gate(key, query, self.value_proj(rows), backend=self._backend)
+        key, value = (product_in(self._dtype, matrix, rows) for matrix in (self.key_proj, self.value_proj))
+        told = ngram_gate(self.norm_key(key), self.norm_query(x), value, backend=self._backend)
         newest, weight, apart = self.norm_conv(told), self.conv1d["weight"], self._config.ngram_size
         shape = (batch, self._config.ngram_tail, self._config.wide)
         if cache is not None and cache.places(length) and convolves(newest, self._backend):

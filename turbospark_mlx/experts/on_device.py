@@ -22,11 +22,12 @@ _UNEVALUATED = 4
 
 @dataclass
 class Routed:
-    """What a step chose, one layer after the other, int32 and flat, by the ``maps`` that it was given; ``right`` is
-    known once it was settled."""
+    """What a step chose, by the ``maps`` that it was given: ``chosen()`` waits for it and gives all layers' ids, one
+    layer after the other. ``right`` is known once it was settled. ``array`` is what MLX has to evaluate for it."""
 
-    chosen: mx.array
+    chosen: Callable[[], np.ndarray]
     maps: Sequence[mx.array]
+    array: mx.array | None = None
     right: bool | None = None
 
 
@@ -37,7 +38,7 @@ class SlotMaps:
         self._layers = layers
         self._sizes: list[int] = []
         self._misses = 0
-        self._steps: list[mx.array] = []
+        self._steps: list[Callable[[], object]] = []
         for layer in layers:
             layer.steps = self._steps
 
@@ -57,27 +58,27 @@ class SlotMaps:
         """The map of each layer: int32 ``[experts]``, the same array until it has one more expert."""
         return [layer.slot_map for layer in self._layers]
 
-    def laid_out(self, maps: Sequence[mx.array], compute: Callable[[], mx.array]) -> tuple[mx.array, mx.array]:
-        """``compute()`` with experts where ``maps`` say, and what it chose. Nothing is read, counted or waited for."""
+    def laid_out(self, maps: Sequence[mx.array], compute: Callable[[], mx.array]) -> tuple[mx.array, list[mx.array]]:
+        """``compute()`` with experts where ``maps`` say, and what each layer chose. Nothing is read, counted or waited
+        for."""
         try:
             for layer, slot_map in zip(self._layers, maps, strict=True):
                 layer.lay_out(slot_map)
             result = compute()
         finally:
             chosen = [layer.laid_out() for layer in self._layers]
-        chosen = [indices.reshape(-1).astype(mx.int32) for indices in chosen]
         self._sizes = [each.size for each in chosen]
-        return result, mx.concatenate(chosen)
+        return result, chosen
 
-    def launched(self, result: mx.array, chosen: mx.array, maps: Sequence[mx.array]) -> Routed | None:
-        """What has to be settled of a step whose ``result`` depends on all its mixtures; None where all is there for
-        good. Until it is evaluated, no slot is written."""
+    def launched(self, routed: Routed, wait: Callable[[], object]) -> Routed | None:
+        """What has to be settled of a step; None where all is there for good. ``wait`` returns once it has read its
+        slots. Until then, none is written."""
         if self.hold_all:
             return None
-        self._steps.append(result)
+        self._steps.append(wait)
         if len(self._steps) > _UNEVALUATED:
-            mx.eval(self._steps.pop(0))
-        return Routed(chosen, maps)
+            self._steps.pop(0)()
+        return routed
 
     def settle(self, routed: Routed) -> bool:
         """Whether a step had all the experts that it chose; then they are counted, once."""
@@ -93,7 +94,7 @@ class SlotMaps:
         is run again, it is refused."""
         if any(then is not now for then, now in zip(routed.maps, self.arrays(), strict=True)):
             return None
-        chosen, start, wanted = np.array(routed.chosen).tolist(), 0, []
+        chosen, start, wanted = routed.chosen().tolist(), 0, []
         for layer, size in zip(self._layers, self._sizes, strict=True):
             experts, start = list(dict.fromkeys(chosen[start : start + size])), start + size
             if not all(expert in layer.table for expert in experts):

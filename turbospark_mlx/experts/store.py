@@ -100,9 +100,9 @@ class ExpertStore:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """Where experts lie that stay where they are."""
-        layers = self._layers.values()
-        return [layer.arena.array for layer in layers if isinstance(layer, InPlace) and layer.fixed]
+        """Where experts lie: what steps read that are laid out before they run."""
+        arrays = [layer.arena.array for layer in self._layers.values()]
+        return [array for array in arrays if array is not None]
 
     @contextmanager
     def idle(self) -> Iterator[None]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -94,8 +94,8 @@ class Streamed:
         self._in_flight: Reads | None = None
         self._user: threading.Thread | None = None
         self._unevaluated: list[tuple[frozenset[int], list[mx.array]]] = []
-        self.steps: list[mx.array] = []
-        """Results of steps that were laid out, and may still read any slot."""
+        self.steps: list[Callable[[], object]] = []
+        """Each returns once a step that was laid out reads no slot any more."""
         self._mapped: tuple[int, mx.array] | None = None
         self._given_map: mx.array | None = None
         self._chosen: mx.array | None = None
@@ -303,10 +303,8 @@ class Streamed:
             mx.eval(self._unevaluated.pop(0)[1])
 
     def _evaluate_readers(self, slots: Collection[int]) -> None:
-        try:
-            mx.eval(self.steps)
-        finally:
-            self.steps.clear()
+        while self.steps:
+            self.steps.pop(0)()
         kept = []
         for read, arrays in self._unevaluated:
             if read.isdisjoint(slots):

@@ -1,0 +1,45 @@
+    // The largest of N values: which it is, the first of those that are equal, and how large. NaN anywhere is the answer.
+    constexpr uint THREADS = SIMDS * SIMD_WIDTH;
+    constexpr uint WHOLE = N / 8 * 8;
+    threadgroup float best[THREADS];
+    threadgroup int best_place[THREADS];
+    const uint self = simdgroup_index_in_threadgroup * SIMD_WIDTH + thread_index_in_simdgroup;
+    float most = -INFINITY;
+    int place = N;
+    for (uint first = 8 * self; first < WHOLE; first += 8 * THREADS) {
+      Packed<T> packed;
+      load_eight(x + first, packed);
+      const Eight eight = unpack_eight(packed);
+      UNROLL
+      for (int i = 0; i < 8; ++i) {
+        const float value = eight.values[i];
+        if (value > most || value != value || (place == N && value == most)) {
+          most = value;
+          place = first + i;
+        }
+      }
+    }
+    for (uint i = WHOLE + self; i < N; i += THREADS) {
+      const float value = float(x[i]);
+      if (value > most || value != value || (place == N && value == most)) {
+        most = value;
+        place = i;
+      }
+    }
+    best[self] = most;
+    best_place[self] = place;
+    for (uint half_of = THREADS / 2; half_of > 0; half_of /= 2) {
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      if (self < half_of) {
+        const float other = best[self + half_of];
+        const int other_place = best_place[self + half_of];
+        if (other > best[self] || other != other || (other == best[self] && other_place < best_place[self])) {
+          best[self] = other;
+          best_place[self] = other_place;
+        }
+      }
+    }
+    if (self == 0) {
+      index[0] = best_place[0];
+      peak[0] = best[0];
+    }
