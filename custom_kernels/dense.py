@@ -52,11 +52,14 @@ def plan(
     """The launch for ``x`` of ``shape``, whose rows, at most ``most``, are read together, and ``out`` rows of W."""
     columns = shape[-1]
     # More sums at once hide the time that one takes, as long as they fit into registers.
-    at_once = 4 if most == 1 else 2 if most <= 4 else 1
+    at_once, batch = 4 if most == 1 else 2 if most <= 4 else 1, 1
     if backend == "host":
         simdgroups = 1
         groups = max(1, min(-(-out // at_once), 4 * thread_count(), most * out * columns // PRODUCTS_PER_GROUP))
     else:
+        if most == 1:
+            # What is read at once, a few columns of one row, keeps more simdgroups at work than columns of several rows.
+            at_once, batch = 1, 4
         simdgroups = 4
         groups = -(-out // (at_once * simdgroups))
     return Launch(
@@ -69,6 +72,7 @@ def plan(
             ("N", out),
             ("M", most),
             ("ROWS", at_once),
+            ("BATCH", batch),
             ("BIAS", bias is not None),
             ("RESIDUAL", residual is not None),
         ),

@@ -20,6 +20,7 @@ KERNEL = Kernel(
     inputs=("w", "scales", "biases", "x", "norm_weight", "bias", "row_gate", "residual"),
     outputs=("y", "largest", "largest_row"),
     headers=("eight", "affine", "affine_block", "activation"),
+    weights=("w", "scales", "biases"),
 )
 COMBINE = Kernel("greedy_head_combine", inputs=("largest", "largest_row"), outputs=("ids",))
 Activation = Literal["silu", "gelu_tanh", "gelu_erf", "clamped_swiglu", "sigmoid"]
@@ -89,11 +90,17 @@ def sizes_on_gpu(rows: int, columns: int, out: int, bits: int, gated: bool) -> S
     if rows > 1:
         # Two rows of W share what is read of x, as long as their sums fit into registers.
         return Sizes(2 if rows * (2 if gated else 1) < 8 else 1, 8, 1, 2)
-    if gated:
-        return Sizes(1, 8, 4, 2 if bits <= 4 else 1)
+    if bits > 4:
+        # Twice the registers for what is loaded ahead.
+        if gated:
+            return Sizes(1, 8, 1 if out <= 4096 else 4, 1)
+        return Sizes(1, 16, 1, 2) if columns > 8192 else Sizes(2, 8, 1, 2)
+    # As many rows a simdgroup as leave work for all multiprocessors.
+    most = 1 if out < 1024 else 2 if gated or out < 4096 or out > 16384 else 4
     if columns > 8192:
-        return Sizes(1, 16, 1, 2)
-    return Sizes(2, 8, 1, 2)
+        return Sizes(min(most, 2), 16, 1, 4)
+    # Where there is much to read, more simdgroups at work hide more than more loads of one.
+    return Sizes(most, 8, 1, 2 if out > (4096 if gated else 16384) else 4)
 
 
 def staged_blocks(backend: str, rows: int, columns: int, dtype: mx.Dtype) -> int:

@@ -12,9 +12,11 @@ from turbospark_mlx.custom_kernels.backends.kernel import Kernel, Launch
 from turbospark_mlx.custom_kernels.backends.op import Op
 from turbospark_mlx.errors import OptionError
 
-LARGEST_KERNEL = Kernel("largest", inputs=("x",), outputs=("index", "peak"), headers=("eight",))
+LARGEST_KERNEL = Kernel("largest", inputs=("x", "places"), outputs=("index", "peak"), headers=("eight",))
 GREEDY_HEAD = Op("greedy_head", (gemv.KERNEL, gemv.COMBINE), rows=gemv.ROWS)
 LARGEST = Op("largest", (LARGEST_KERNEL,), device="gpu")
+SLICE = 8192
+"""Values among which one threadgroup finds the largest."""
 
 
 def _first_largest(logits: mx.array) -> mx.array:
@@ -68,10 +70,19 @@ def largest_reference(x) -> tuple[mx.array, mx.array]:
 
 
 @lru_cache(maxsize=256)
-def _plan(backend: str, size: int, dtype: mx.Dtype) -> Launch:
+def _plan(backend: str, size: int, dtype: mx.Dtype, places: bool) -> Launch:
     simdgroups = 1 if backend == "host" else 32
-    template = (("T", dtype), ("N", size), ("SIMDS", simdgroups))
-    return Launch(LARGEST_KERNEL, template, (1, 1), simdgroups, (dtype,), ((1, 1), (1,)), (mx.int32, mx.float32))
+    groups = 1 if places else -(-size // SLICE)
+    template = (("T", dtype), ("N", size), ("SLICE", SLICE), ("PLACES", places), ("SIMDS", simdgroups))
+    return Launch(
+        LARGEST_KERNEL,
+        template,
+        groups=(groups, 1),
+        simdgroups=simdgroups,
+        input_dtypes=(dtype, mx.int32 if places else None),
+        output_shapes=((1, 1) if groups == 1 else (groups,), (groups,)),
+        output_dtypes=(mx.int32, mx.float32),
+    )
 
 
 def largest(x: mx.array, *, backend: Backend) -> tuple[mx.array, mx.array]:
@@ -86,4 +97,9 @@ def largest(x: mx.array, *, backend: Backend) -> tuple[mx.array, mx.array]:
         backend.count(LARGEST.name, "mlx")
         return largest_reference(x)
     backend.count(LARGEST.name, "kernel")
-    return tuple(backend.launch(_plan(backend.name, x.size, x.dtype), (x,)))
+    index, peak = backend.launch(_plan(backend.name, x.size, x.dtype, False), (x, None))
+    if peak.size == 1:
+        return index, peak
+    if peak.size > SLICE:
+        raise OptionError(f"largest: x has {x.size} values; up to {SLICE * SLICE} are compared.")
+    return tuple(backend.launch(_plan(backend.name, peak.size, peak.dtype, True), (peak, index)))

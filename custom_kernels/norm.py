@@ -17,13 +17,13 @@ NORM = Kernel(
     "rms_norm",
     inputs=("x", "weight", "gate", "residual", "scale", "x_weight", "other", "other_weight"),
     outputs=("y",),
-    headers=("reduce",),
+    headers=("reduce", "load_some"),
 )
 ADD_NORM = Kernel(
     "add_rms_norm",
     inputs=("x", "residual", "before", "weight", "second"),
     outputs=("sum", "y", "z"),
-    headers=("reduce",),
+    headers=("reduce", "load_some"),
 )
 RMS_NORM = Op("rms_norm", (NORM,))
 GATED_RMS_NORM = Op("gated_rms_norm", (NORM,))
@@ -33,6 +33,8 @@ VALUES_PER_GROUP = 1 << 14
 """Values that are worth a hand-over to another core."""
 SHARED_COLUMNS = 1024
 """Columns from which on all simdgroups of a GPU's threadgroup share a row."""
+MOST_HELD = 8
+"""Values of a row that a thread may keep in registers, of each array that it reads."""
 
 Activation = Literal["silu", "sigmoid"]
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "sigmoid")
@@ -106,6 +108,7 @@ def plan(
     host = backend == "host"
     shared = not host and columns >= SHARED_COLUMNS
     simdgroups = min(32, -(-columns // (4 * SIMD_WIDTH))) if shared else 4
+    held = -(-columns // (simdgroups * SIMD_WIDTH))
     if host:
         groups = min(rows, -(-rows * columns // VALUES_PER_GROUP))
     else:
@@ -116,6 +119,7 @@ def plan(
             *outputs,
             ("NDIM", len(shape)),
             ("SHARED", shared),
+            ("HELD", held if shared and held <= MOST_HELD else 0),
             ("EPSILON_BITS", float_bits(eps)),
             *parameters,
         ),

@@ -381,11 +381,16 @@ class _OverBuffers:
         self._buffers, self._lent = buffers, _flat(buffers)
         self._known = [*arrays, *_flat(model.parameters())]
 
+    def wait(self) -> None:
+        """Return when nothing is written into the buffers any more."""
+
     def moved_to(self, buffers: list[Buffers]) -> bool:
-        """Go over to ``buffers``; False where they are not like those that were recorded."""
+        """Go over to ``buffers``, which are not yet evaluated; False where they are not like those that were recorded."""
         pairs = list(zip(self._lent, new := _flat(buffers), strict=True))
         if all(mine is theirs for mine, theirs in pairs):
             return True
+        # Where they are made of the others, those have to be complete.
+        self.wait()
         if any(mine.shape != theirs.shape or mine.dtype != theirs.dtype for mine, theirs in pairs):
             return False
         mx.eval(buffers)
@@ -455,6 +460,7 @@ class _Graph(_OverBuffers):
         """``outputs`` is given the token, states, positions, what was found, and maps; see `DecodeStep`."""
         super().__init__(model, arrays, buffers)
         self._maps: list[mx.array] = []
+        self._last: _Launched | None = None
         told = self._told(0, 0, tables, found, maps)
         self._recording = GraphRecording(self._known, self._lent, told)
         ids, start, *others = self._recording.inputs
@@ -478,7 +484,12 @@ class _Graph(_OverBuffers):
     def __call__(
         self, after: int | Begun, offset: int, tables: list[np.ndarray], found: Found, maps: list[mx.array]
     ) -> _Launched:
-        if not isinstance(after, int | _Launched):
+        if not isinstance(after, int) and after is not self._last:
             after = after.likeliest
         token = after if isinstance(after, int) else None
-        return _Launched(after, self._recording.begin(self._told(token, offset, tables, found, maps)))
+        self._last = _Launched(after, self._recording.begin(self._told(token, offset, tables, found, maps)))
+        return self._last
+
+    def wait(self) -> None:
+        if self._last is not None:
+            self._last.wait()

@@ -13,6 +13,8 @@ from turbospark_mlx.errors import BackendError
 LIBRARY = "libcuda.so.1"
 NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
+PROGRAMMATIC = 1  # CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC and CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
+ON_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
 MAJOR, MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
 
 Handle = ctypes.c_void_p
@@ -30,6 +32,17 @@ class _KernelNode(ctypes.Structure):
         ("extra", ctypes.c_void_p),
         ("kernel", Handle),
         ("context", Handle),
+    ]
+
+
+class _Edge(ctypes.Structure):
+    """CUgraphEdgeData."""
+
+    _fields_ = [
+        ("from_port", ctypes.c_ubyte),
+        ("to_port", ctypes.c_ubyte),
+        ("type", ctypes.c_ubyte),
+        ("reserved", ctypes.c_ubyte * 5),
     ]
 
 
@@ -70,19 +83,33 @@ def enter(number: int = 0) -> None:
 
 
 @cache
-def architecture(number: int = 0) -> str:
-    """What code for GPU ``number`` is compiled for: ``"sm_90"``."""
+def capability(number: int = 0) -> tuple[int, int]:
+    """The compute capability of GPU ``number``: (9, 0) of an H200."""
     device, _ = _context(number)
     value, numbers = ctypes.c_int(), []
     for attribute in (MAJOR, MINOR):
         _call("cuDeviceGetAttribute", ctypes.byref(value), attribute, device)
-        numbers.append(str(value.value))
-    return "sm_" + "".join(numbers)
+        numbers.append(value.value)
+    return tuple(numbers)
 
 
 def function(code: bytes, name: str) -> Handle:
     """A function of compiled code, which is unloaded with the process."""
     return _made("cuModuleGetFunction", _made("cuModuleLoadData", ctypes.c_char_p(code)), name.encode())
+
+
+class _Location(ctypes.Structure):
+    """CUmemLocation."""
+
+    _fields_ = [("type", ctypes.c_int), ("number", ctypes.c_int)]
+
+
+def prefetch(address: int, nbytes: int, number: int = 0) -> None:
+    """Bring memory that the host sees, too, to the GPU before a kernel wants it, a page at a time. Other memory stays
+    where it is."""
+    where = _Location(ON_DEVICE, number)
+    with suppress(BackendError):
+        _call("cuMemPrefetchAsync_v2", Handle(address), ctypes.c_size_t(nbytes), where, 0, None)
 
 
 class DeviceMemory:
@@ -142,18 +169,22 @@ class Stream:
 class Graph:
     """Kernels that are launched together, one after the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, overlapping: bool):
+        """``overlapping`` starts a kernel before the one in front of it has ended, for which it has to wait itself."""
         self._graph = _made("cuGraphCreate", 0)
         weakref.finalize(self, _forgiving, "cuGraphDestroy", self._graph)
+        self._edge = _Edge(from_port=PROGRAMMATIC, type=PROGRAMMATIC) if overlapping else _Edge()
         self._nodes: list[Handle] = []
         self.executable: Handle | None = None
 
     def add(self, function: Handle, grid: Sequence[int], threads: int, arguments: ctypes.Array) -> None:
         """``arguments`` are addresses of values, which are copied."""
-        after = (Handle * 1)(self._nodes[-1]) if self._nodes else None
         node = _node(function, grid, threads, arguments)
-        count = ctypes.c_size_t(len(self._nodes[-1:]))
-        self._nodes.append(_made("cuGraphAddKernelNode_v2", self._graph, after, count, ctypes.byref(node)))
+        made = _made("cuGraphAddKernelNode_v2", self._graph, None, ctypes.c_size_t(0), ctypes.byref(node))
+        if self._nodes:
+            ends = (Handle * 1)(self._nodes[-1]), (Handle * 1)(made)
+            _call("cuGraphAddDependencies_v2", self._graph, *ends, ctypes.byref(self._edge), ctypes.c_size_t(1))
+        self._nodes.append(made)
 
     def finish(self) -> None:
         self.executable = _made("cuGraphInstantiateWithFlags", self._graph, ctypes.c_ulonglong(0))

@@ -25,9 +25,10 @@ from turbospark_mlx.custom_kernels.backends.cuda_driver import (
     Handle,
     PinnedMemory,
     Stream,
-    architecture,
+    capability,
     enter,
     function,
+    prefetch,
 )
 from turbospark_mlx.custom_kernels.backends.kernel import SIMD_WIDTH, Launch, given
 from turbospark_mlx.custom_kernels.backends.replay import NotRecordable, Place, Recording
@@ -131,6 +132,8 @@ class GraphRecording(Recording):
         Raises BackendError."""
         enter()
         super().__init__(known, lent)
+        for start, end, _ in self._extents:
+            prefetch(start, end - start)
         self._nodes: list[_Node] = []
         self._node_of: list[int] = []
         self._end = NOWHERE
@@ -160,7 +163,10 @@ class GraphRecording(Recording):
             place, kernel = Place.of(array), call.kernel
             if not kernel.strided and not place.is_contiguous:
                 raise NotRecordable(f"input {name} of {kernel.name} had to be copied")
-            self._hold(values, self._replaced(place.address, f"input {name} of {kernel.name}"))
+            address = self._replaced(place.address, f"input {name} of {kernel.name}")
+            if name in kernel.weights and address >= NOWHERE:
+                raise NotRecordable(f"the weights {name} of {kernel.name} come from another kernel")
+            self._hold(values, address)
             for fact, kind in (("shape", ctypes.c_int32), ("strides", ctypes.c_int64)):
                 if kernel.reads(name, fact):
                     values.append((kind * nvrtc.DIMENSIONS)(*getattr(place, fact)))
@@ -211,9 +217,9 @@ class GraphRecording(Recording):
         missing = {
             nvrtc.source_text(node.call): node.call.kernel.name for node in self._nodes if node.call not in _functions
         }
-        codes = nvrtc.compile_all(missing, architecture())
-        loaded = {text: function(code, nvrtc.ENTRY) for text, code in codes.items()}
-        graph = Graph()
+        codes = nvrtc.compile_all(missing, "sm_{}{}".format(*capability()))
+        loaded = {text: function(code, missing[text]) for text, code in codes.items()}
+        graph = Graph(overlapping=capability() >= nvrtc.OVERLAPS)
         for node in self._nodes:
             if node.call not in _functions:
                 _functions[node.call] = loaded[nvrtc.source_text(node.call)]

@@ -37,6 +37,8 @@ class Kernel:
     ``NAME_strides`` (in elements) is given them. If it names strides at all, no input is made contiguous for it. Inputs
     and outputs can be left out of a launch. ``writes`` names inputs that are written: caches, whose other rows stay.
     MLX knows nothing of it, so whoever reads the array later has to wait for an output of the kernel first.
+    ``weights`` names inputs that no kernel writes. A body that reads those alone up to some place says there
+    ``WAIT_FOR_INPUTS``, which is defined where a kernel is started before the one in front of it has ended.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Kernel:
     outputs: tuple[str, ...]
     headers: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
+    weights: tuple[str, ...] = ()
 
     @property
     def source(self) -> str:

@@ -31,6 +31,9 @@ TYPES = {
 }
 DIMENSIONS = 8
 """Numbers in a shape or in strides, as kernels are passed them."""
+WAIT = "WAIT_FOR_INPUTS"
+OVERLAPS = (9, 0)
+"""The compute capability from which on kernels can be started before the one in front of them has ended."""
 
 # The run-time compiler brings no headers of C.
 PRELUDE = f"""
@@ -46,7 +49,16 @@ struct Numbers {{
   __device__ T operator[](int i) const {{ return values[i]; }}
 }};
 """
-ENTRY = "run"
+
+# A kernel of a graph is started while the one before it still runs, and waits until that has ended: here or, in kernels
+# that say where, after they have read their weights. From then on the next one may be started.
+OVERLAP = """
+#if __CUDA_ARCH__ >= 900
+#define WAIT_FOR_INPUTS asm volatile("griddepcontrol.wait; griddepcontrol.launch_dependents;" ::: "memory");
+#else
+#define WAIT_FOR_INPUTS
+#endif
+"""
 
 
 def source_text(call: Launch) -> str:
@@ -59,15 +71,15 @@ def source_text(call: Launch) -> str:
         if kernel.reads(name, "strides"):
             arguments.append(f"const __grid_constant__ Numbers<int64_t> {name}_strides")
     arguments += [f"{TYPES[dtype]}* {name}" for name, _, dtype in call.present_outputs]
-    parts = [PRELUDE, cuda.header(kernel)]
+    parts = [PRELUDE, OVERLAP, cuda.header(kernel)]
     for name, value in call.template:
         if isinstance(value, mx.Dtype):
             parts.append(f"using {name} = {TYPES[value]};")
         else:
             parts.append(f"constexpr {'bool' if isinstance(value, bool) else 'int'} {name} = {int(value)};")
     threads = call.simdgroups * SIMD_WIDTH
-    parts.append(f'extern "C" __global__ void __launch_bounds__({threads}) {ENTRY}({", ".join(arguments)}) {{')
-    parts += [cuda.ATTRIBUTES, cuda.translate(body(kernel, call.names)), "}"]
+    parts.append(f'extern "C" __global__ void __launch_bounds__({threads}) {kernel.name}({", ".join(arguments)}) {{')
+    parts += ["" if WAIT in kernel.source else WAIT, cuda.ATTRIBUTES, cuda.translate(body(kernel, call.names)), "}"]
     return "\n".join(parts)
 
 

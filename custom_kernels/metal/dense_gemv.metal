@@ -1,5 +1,6 @@
     // y[m, n] = sum_k W[n, k] * x[m, k] + bias[n] + residual[m, n] over a W [N, K] of numbers, for the first rows of x, at most M. A
-    // simdgroup takes ROWS rows of W at a time, as often as the grid makes necessary, and its lanes eight columns each.
+    // simdgroup takes ROWS rows of W at a time, as often as the grid makes necessary, and its lanes eight columns each, BATCH times at
+    // once.
     constexpr uint EIGHTS = K / 8;
     const uint lane = thread_index_in_simdgroup, simds = simdgroups_per_threadgroup;
     const uint present = min(uint(M), uint(x_shape[0]));
@@ -17,22 +18,31 @@
           rest[r][m] = 0.0f;
         }
       }
-      for (uint eight = lane; eight < EIGHTS; eight += SIMD_WIDTH) {
-        Packed<W> weights[ROWS];
-        Packed<T> values[M];
+      for (uint start = lane; start < EIGHTS; start += BATCH * SIMD_WIDTH) {
+        Packed<W> weights[BATCH][ROWS];
+        Packed<T> values[BATCH][M];
         UNROLL
-        for (uint r = 0; r < ROWS; ++r) {
-          load_eight(w + min(first + r, uint(N - 1)) * K + eight * 8, weights[r]);
-        }
-        UNROLL
-        for (uint m = 0; m < M; ++m) {
-          load_eight(x + min(m, present - 1) * K + eight * 8, values[m]);
-        }
-        UNROLL
-        for (uint r = 0; r < ROWS; ++r) {
+        for (uint b = 0; b < BATCH; ++b) {
+          const uint eight = min(start + b * SIMD_WIDTH, EIGHTS - 1);
+          UNROLL
+          for (uint r = 0; r < ROWS; ++r) {
+            load_eight(w + min(first + r, uint(N - 1)) * K + eight * 8, weights[b][r]);
+          }
           UNROLL
           for (uint m = 0; m < M; ++m) {
-            products[r][m] = add_products(unpack_eight(weights[r]), unpack_eight(values[m]), products[r][m]);
+            load_eight(x + min(m, present - 1) * K + eight * 8, values[b][m]);
+          }
+        }
+        UNROLL
+        for (uint b = 0; b < BATCH; ++b) {
+          if (BATCH == 1 || start + b * SIMD_WIDTH < EIGHTS) {
+            UNROLL
+            for (uint r = 0; r < ROWS; ++r) {
+              UNROLL
+              for (uint m = 0; m < M; ++m) {
+                products[r][m] = add_products(unpack_eight(weights[b][r]), unpack_eight(values[b][m]), products[r][m]);
+              }
+            }
           }
         }
       }

@@ -49,6 +49,9 @@
       }
     }
 
+    #ifdef WAIT_FOR_INPUTS
+    WAIT_FOR_INPUTS
+    #endif
     // Staged activations are x * norm_weight * factor, and the sums over them miss ``total``.
     float factor[M], total[M];
     Packed<X> values[BATCH * M];

@@ -1,12 +1,14 @@
     // The largest of N values: which it is, the first of those that are equal, and how large. NaN anywhere is the answer.
+    // Each threadgroup finds it among SLICE of them. With PLACES the values stand for others, which lie at places[i].
     constexpr uint THREADS = SIMDS * SIMD_WIDTH;
-    constexpr uint WHOLE = N / 8 * 8;
     threadgroup float best[THREADS];
     threadgroup int best_place[THREADS];
     const uint self = simdgroup_index_in_threadgroup * SIMD_WIDTH + thread_index_in_simdgroup;
+    const uint group = threadgroup_position_in_grid.x;
+    const uint begin = group * SLICE, end = min(begin + SLICE, uint(N)), whole = begin + (end - begin) / 8 * 8;
     float most = -INFINITY;
     int place = N;
-    for (uint first = 8 * self; first < WHOLE; first += 8 * THREADS) {
+    for (uint first = begin + 8 * self; first < whole; first += 8 * THREADS) {
       Packed<T> packed;
       load_eight(x + first, packed);
       const Eight eight = unpack_eight(packed);
@@ -19,7 +21,7 @@
         }
       }
     }
-    for (uint i = WHOLE + self; i < N; i += THREADS) {
+    for (uint i = whole + self; i < end; i += THREADS) {
       const float value = float(x[i]);
       if (value > most || value != value || (place == N && value == most)) {
         most = value;
@@ -40,6 +42,6 @@
       }
     }
     if (self == 0) {
-      index[0] = best_place[0];
-      peak[0] = best[0];
+      index[group] = PLACES ? places[best_place[0]] : best_place[0];
+      peak[group] = best[0];
     }
