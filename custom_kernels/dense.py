@@ -58,7 +58,7 @@ def plan(
         groups = max(1, min(-(-out // at_once), 4 * thread_count(), most * out * columns // PRODUCTS_PER_GROUP))
     else:
         if most == 1:
-            # What is read at once, a few columns of one row, keeps more simdgroups at work than columns of several rows.
+            # Columns of one row, read at once, keep more simdgroups at work than a few of several rows.
             at_once, batch = 1, 4
         simdgroups = 4
         groups = -(-out // (at_once * simdgroups))

@@ -39,6 +39,8 @@ Buffers = mx.array | tuple["Buffers", ...]
 Found = dict[str, np.ndarray]
 """``CausalModel.look_up``: what a pass is given beside its token."""
 
+COMPILED = "one compiled graph"
+
 _Result = tuple[mx.array, Routed | None]
 
 
@@ -221,17 +223,16 @@ class DecodeStep:
         elif backend.launch is not None and not all(layer.places(1) for layer in cache):
             self.how += ", because a state is not written in place"
         elif backend.launch is not None:
-            ways = {"cpu": (self._run_recorded, "one list of kernels"), "gpu": self._compiling}
-            ways["cuda"] = (self._run_graph, "one CUDA graph")
-            self._run, self.how = ways.get(backend.name) or ways[backend.device]
+            if backend.graphs:
+                self._run, self.how = self._run_graph, "one CUDA graph"
+            elif backend.device == "gpu":
+                self._run, self.how = self._run_compiled, COMPILED
+            else:
+                self._run, self.how = self._run_recorded, "one list of kernels"
             self.how += self._where
         self._compiled: Callable[..., Sequence[mx.array]] | None = None
         self._recorded: _Recorded | _Graph | None = None
         self._contents: _Contents | None = None
-
-    @property
-    def _compiling(self) -> tuple[Callable, str]:
-        return self._run_compiled, "one compiled graph"
 
     @property
     def is_whole(self) -> bool:
@@ -282,8 +283,10 @@ class DecodeStep:
 
     def _give_up(self, reason: NotRecordable) -> None:
         """Go over to the way that asks for less."""
-        self._run, self.how = self._compiling if self.is_apart else (None, "one operation after the other")
-        self.how += f"{self._where if self.is_whole else ''}, because {reason}"
+        if self.is_apart:
+            self._run, self.how = self._run_compiled, f"{COMPILED}{self._where}, because {reason}"
+        else:
+            self._run, self.how = None, f"one operation after the other, because {reason}"
 
     def _first(self, after: int | Begun, offset: int, found: Found, buffers: list[Buffers]) -> _Result | Begun:
         """Run the model as it is, to learn which rotations it asks for."""
@@ -385,7 +388,7 @@ class _OverBuffers:
         """Return when nothing is written into the buffers any more."""
 
     def moved_to(self, buffers: list[Buffers]) -> bool:
-        """Go over to ``buffers``, which are not yet evaluated; False where they are not like those that were recorded."""
+        """Go over to ``buffers``, not yet evaluated; False where they are not like those that were recorded."""
         pairs = list(zip(self._lent, new := _flat(buffers), strict=True))
         if all(mine is theirs for mine, theirs in pairs):
             return True

@@ -26,7 +26,8 @@ class Backend:
     ``device`` is ``"cpu"`` or ``"gpu"``. ``reason`` is one sentence for the user. ``launch`` runs one of our kernels,
     with None for an input that is left out, or is None where there are none. Where kernels are compiled ahead,
     ``prepare`` does it for one and ``rehearse`` for all of some passes, which it calls without computing anything;
-    it is None where passes have to be run for that.
+    it is None where passes have to be run for that. ``graphs`` says that a run of kernels can be recorded as a
+    `cuda_graph.GraphRecording`.
     ``counters`` maps ``(op, path)`` to a number of calls, where path is ``"kernel"``, ``"mlx"`` (plain mlx) or
     ``"blas"`` (numpy's BLAS, on a CPU).
     """
@@ -39,6 +40,7 @@ class Backend:
     )
     prepare: Callable[[Launch], None] = field(default=lambda call: None, compare=False, repr=False)
     rehearse: Callable[[Iterable[Callable[[], object]]], None] | None = field(default=None, compare=False, repr=False)
+    graphs: bool = field(default=False, compare=False)
     counters: Counter[tuple[str, str]] = field(default_factory=Counter, compare=False, repr=False)
 
     def count(self, op: str, path: str) -> None:
@@ -71,8 +73,9 @@ def select(kernels: str = "auto") -> Backend:
                 f"kernels={kernels!r} needs {NEEDS[kernels]}; MLX's default device here is {mx.default_device()}: "
                 "try kernels='auto'"
             )
-        module = metal if kernels == "metal" else cuda
-        return Backend(kernels, DEVICES[kernels], f"our kernels through mx.fast.{kernels}_kernel", module.launch)
+        launch = metal.launch if kernels == "metal" else cuda.launch
+        reason = f"our kernels through mx.fast.{kernels}_kernel"
+        return Backend(kernels, DEVICES[kernels], reason, launch, graphs=kernels == "cuda")
     if kernels == "host":
         if on_gpu:
             raise BackendError("kernels='host' runs on a CPU; call mlx.core.set_default_device(mlx.core.cpu) first")
