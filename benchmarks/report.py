@@ -24,7 +24,7 @@ import mlx.core as mx
 import numpy as np
 from decode import PASSAGE, our_speeds
 from kernels import Report, matrix, normal
-from measure import interleaved
+from measure import by_mlx, interleaved
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -148,8 +148,8 @@ def times(report: Report, backend: Backend) -> None:
     for name, (ours, theirs) in cases(backend, dtype).items():
         seconds = interleaved(
             {
-                "ours": lambda ours=ours: [ours() for _ in range(repeats)],
-                "mlx": lambda theirs=theirs: [theirs() for _ in range(repeats)],
+                "ours": by_mlx(lambda ours=ours: [ours() for _ in range(repeats)]),
+                "mlx": by_mlx(lambda theirs=theirs: [theirs() for _ in range(repeats)]),
             }
         )
         a, b = (seconds[key] / repeats * 1e6 for key in ("ours", "mlx"))

@@ -255,7 +255,8 @@ class GraphRecording(Recording):
             stream.to_device(self._told.address + first, turn.told.address + first, self._told.nbytes - first)
         stream.launch(self._graph)
         stream.on_device(turn.large_address, self._large, self._large_bytes)
-        stream.to_host(turn.small.address, self._small.address, self._small.nbytes)
+        if self._shapes:
+            stream.to_host(turn.small.address, self._small.address, self._small.nbytes)
         stream.record(turn.event)
         turn.ticket = Ticket(turn, self._shapes)
         return turn.ticket
