@@ -193,9 +193,9 @@ def test_a_streamed_model_beside_what_info_says(tmp_path):
     assert all("GB held" in line and "predicted" in line for line in lines[1:])
 
 
-@pytest.mark.parametrize(("options", "names"), [([], ("6 of 6", "3 of 6")), (["--slots", "4", "--fold"], ("4 of 6",))])
+@pytest.mark.parametrize(("options", "names"), [([], ("6 of 6", "3 of 6")), (["--slots", "4", "--fit"], ("4 of 6",))])
 def test_residencies_decode_the_same_tokens(tmp_path, options, names):
-    """The script refuses to print otherwise. A folded text fits the slots, which were filled before."""
+    """The script refuses to print otherwise. A text that fits finds all in the slots, which were filled before."""
     path = make_tiny_install("gpt_oss", tmp_path / "x.gturbo")
     script = Path(__file__).parents[1] / "benchmarks" / "residency.py"
     command = [sys.executable, str(script), str(path), "--settle", "4", "--new-tokens", "4", "--repeats", "2", *options]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from bisect import bisect_right, insort
 from collections.abc import Iterable
+from copy import copy
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -91,7 +92,8 @@ class Recording:
     def __init__(self, known: Iterable[mx.array], lent: Iterable[mx.array] = ()):
         """``known`` and ``lent`` are evaluated arrays that stay where they are and may change. Those that are ``lent``
         are the caller's to keep, and can be replaced by `move`."""
-        self._kept: list[object] = list(known)
+        # Handles of our own: who assigns to a part of an array gives it other memory.
+        self._kept: list[object] = [copy(array) if isinstance(array, mx.array) else array for array in known]
         # Each holds the address of an array that a call is given.
         self._slots: list[ctypes.Array] = []
         # (first address, past the last, what replaces the first)
