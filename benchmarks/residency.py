@@ -37,8 +37,8 @@ def decode(runner: Runner, token: int, count: int) -> tuple[list[int], float]:
 
 
 def prefer(model: nn.Module, slots: int, experts: int) -> None:
-    """Have routers score experts past the first ``slots`` with 0, which enough of the others exceed, or, where they add a
-    bias, with next to nothing."""
+    """Have routers score experts past the first ``slots`` with 0, which enough of the others exceed, or with a large
+    negative bias."""
     changed = []
     for name, array in tree_flatten(model.parameters()):
         if any(part in name for part in model.choosers) and array.shape[0] == experts:

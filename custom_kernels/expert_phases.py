@@ -34,6 +34,8 @@ MOE_PHASE2 = Op(PHASE2.name, (PHASE2,), rows=gemv.ROWS, only="of INT4, INT8 or M
 FORMATS = (("affine", 4), ("affine", 8), ("mxfp4", 4))
 MOST = 32
 """Experts a row: a simdgroup each on GPUs."""
+ROWS1, ROWS2 = 2, 4
+"""Rows of a matrix that a simdgroup takes together in either kernel."""
 ALIGNMENT = 16
 """Bytes at multiples of which packed words begin: GPUs load four of them at a time."""
 
@@ -72,7 +74,7 @@ def _groups(products: int, together: int, most: int) -> int:
 @lru_cache(maxsize=4096)
 def plan1(backend: str, blob: ExpertBlob, words: int, rows: int, top_k: int, dtype: mx.Dtype, mapped: bool) -> Launch:
     """The launch of the first kernel over blobs of ``words`` words; ``mapped`` with a map of slots."""
-    matrix, up, pairs, at_once = blob.gate, blob.up, rows * top_k, 2
+    matrix, up, pairs, at_once = blob.gate, blob.up, rows * top_k, ROWS1
     host = backend == "host"
     simdgroups = 1 if host else 4
     groups = -(-matrix.rows // (at_once * simdgroups))
@@ -118,7 +120,7 @@ def plan2(
     residual: mx.Dtype | None,
 ) -> Launch:
     """The launch of the second kernel."""
-    matrix, at_once = blob.down, 4
+    matrix, at_once = blob.down, ROWS2
     host = backend == "host"
     groups = -(-matrix.rows // at_once)
     if host:
