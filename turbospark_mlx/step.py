@@ -27,8 +27,8 @@ from mlx.utils import tree_flatten
 from turbospark_mlx.custom_kernels import largest
 from turbospark_mlx.custom_kernels.backends import Backend
 from turbospark_mlx.custom_kernels.backends.cuda import observed, zeros
-from turbospark_mlx.custom_kernels.backends.cuda_graph import GraphRecording, Ticket
-from turbospark_mlx.custom_kernels.backends.replay import HostRecording, NotRecordable
+from turbospark_mlx.custom_kernels.backends.cuda_graph import GraphRecording, Ticket, bring
+from turbospark_mlx.custom_kernels.backends.replay import HostRecording, Known, NotRecordable
 from turbospark_mlx.errors import BackendError
 from turbospark_mlx.experts import Routed, SlotMaps
 from turbospark_mlx.families.layers import Module, Positions, RoPE
@@ -232,6 +232,7 @@ class DecodeStep:
             self.how += self._where
         self._compiled: Callable[..., Sequence[mx.array]] | None = None
         self._recorded: _Recorded | _Graph | None = None
+        self._known: Known | None = None
         self._contents: _Contents | None = None
 
     @property
@@ -296,7 +297,7 @@ class DecodeStep:
         with observed(zeros) if self.is_apart else nullcontext():
             outputs = self._outputs(_token(after), states, positions, _arrays(found), maps)
         self._ropes, self._contents = positions.ropes, _Contents(self._model)
-        self._compiled = self._recorded = None
+        self._compiled = self._recorded = self._known = None
         if self.is_apart:
             return self._run_graph(after, offset, found, buffers)
         return self._result(self._joined(*outputs), maps)
@@ -359,8 +360,11 @@ class DecodeStep:
         maps, tables = self._maps(), self._tables(offset)
         try:
             if self._recorded is None or not self._recorded.moved_to(buffers):
-                learnt = self._model, self._arrays, self._ropes, self._outputs
-                self._recorded = _Graph(*learnt, tables, found, maps, buffers)
+                if self._known is None:
+                    self._known = Known([*self._arrays, *_flat(self._model.parameters())])
+                    bring(self._known)
+                learnt = self._model.backend, self._known, self._ropes, self._outputs
+                self._recorded = _Graph(*learnt, (tables, found, maps), buffers, self._recorded)
             step = self._recorded(after, offset, tables, found, maps)
         except BackendError as error:
             raise NotRecordable(str(error)) from error
@@ -379,10 +383,9 @@ def _token(after: int | Begun) -> mx.array:
 class _OverBuffers:
     """The kernels of one step over certain buffers; ``_recording`` has them."""
 
-    def __init__(self, model: nn.Module, arrays: Sequence[mx.array], buffers: list[Buffers]):
+    def __init__(self, buffers: list[Buffers]):
         mx.eval(buffers)
-        self._buffers, self._lent = buffers, _flat(buffers)
-        self._known = [*arrays, *_flat(model.parameters())]
+        self._lent = _flat(buffers)
 
     def wait(self) -> None:
         """Return when nothing is written into the buffers any more."""
@@ -417,7 +420,7 @@ class _Recorded(_OverBuffers):
         first: tuple[int, int, list[np.ndarray], Found],
         buffers: list[Buffers],
     ):
-        super().__init__(model, arrays, buffers)
+        super().__init__(buffers)
         ids, start, rotations = mx.zeros((1, 1), mx.int32), mx.zeros((1,), mx.int32), list(map(mx.array, first[2]))
         found = _arrays(first[3])
         inputs = [ids, start, *rotations, *found.values()]
@@ -426,7 +429,7 @@ class _Recorded(_OverBuffers):
         self._tell(*first)
         positions = _StepPositions(start, dict(zip(ropes, rotations, strict=True)))
         states = [_PlacedState(buffer) for buffer in buffers]
-        with HostRecording([*inputs, *self._known], self._lent) as self._recording:
+        with HostRecording([*inputs, *arrays, *_flat(model.parameters())], self._lent) as self._recording:
             self._recording.finish(_logits(model, ids, states, positions, found))
 
     @property
@@ -451,21 +454,21 @@ class _Graph(_OverBuffers):
 
     def __init__(
         self,
-        model: nn.Module,
-        arrays: Sequence[mx.array],
+        backend: Backend,
+        known: Known,
         ropes: list[RoPE],
         outputs: Callable[..., tuple[mx.array, list[mx.array]]],
-        tables: list[np.ndarray],
-        found: Found,
-        maps: list[mx.array],
+        told: tuple[list[np.ndarray], Found, list[mx.array]],
         buffers: list[Buffers],
+        instead: _Graph | None,
     ):
-        """``outputs`` is given the token, states, positions, what was found, and maps; see `DecodeStep`."""
-        super().__init__(model, arrays, buffers)
+        """``outputs`` is given the token, states, positions, and, as ``told`` has them after the rotations, what was
+        found, and maps; see `DecodeStep`. ``instead`` is what was recorded over other buffers, if anything was."""
+        super().__init__(buffers)
+        tables, found, maps = told
         self._maps: list[mx.array] = []
         self._last: _Launched | None = None
-        told = self._told(0, 0, tables, found, maps)
-        self._recording = GraphRecording(self._known, self._lent, told)
+        self._recording = GraphRecording(known, self._lent, self._told(0, 0, *told))
         ids, start, *others = self._recording.inputs
         rotations, others = others[: len(tables)], others[len(tables) :]
         positions = _StepPositions(start, dict(zip(ropes, rotations, strict=True)))
@@ -474,7 +477,8 @@ class _Graph(_OverBuffers):
             ends = np.cumsum([slot_map.size for slot_map in maps]).tolist()
             parts = [others[-1][first:end] for first, end in zip([0, *ends], ends, strict=False)]
             logits, chosen = outputs(ids, states, positions, dict(zip(found, others, strict=False)), parts)
-            self._recording.finish(logits, [*largest(logits, backend=model.backend), *chosen])
+            results = logits, [*largest(logits, backend=backend), *chosen]
+            self._recording.finish(*results, instead=instead and instead._recording)
 
     def _told(
         self, token: int | None, offset: int, tables: list[np.ndarray], found: Found, maps: list[mx.array]

@@ -9,6 +9,7 @@ written waits for the `Ticket` first.
 from __future__ import annotations
 
 import ctypes
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from turbospark_mlx.custom_kernels.backends.cuda_driver import (
     prefetch,
 )
 from turbospark_mlx.custom_kernels.backends.kernel import SIMD_WIDTH, Launch, given
-from turbospark_mlx.custom_kernels.backends.replay import NotRecordable, Place, Recording
+from turbospark_mlx.custom_kernels.backends.replay import Known, NotRecordable, Place, Recording
 from turbospark_mlx.errors import BackendError
 
 ALIGNMENT = 256
@@ -44,6 +45,15 @@ IN_FLIGHT = 4
 SMALL_TYPES = {mx.float32: np.float32, mx.int32: np.int32, mx.uint32: np.uint32}
 _functions: dict[Launch, Handle] = {}
 """What was loaded of compiled kernels, which stays until the end of the process."""
+_stand_ins: dict[tuple[tuple[int, ...], mx.Dtype], list[mx.array]] = {}
+"""Arrays that stand for outputs while kernels are recorded, for one recording after the other."""
+
+
+def bring(known: Known) -> None:
+    """Have arrays of the host's memory on the GPU before kernels want them, a page at a time."""
+    enter()
+    for start, end, _ in known.extents:
+        prefetch(start, end - start)
 
 
 def _aligned(nbytes: int) -> int:
@@ -127,19 +137,18 @@ class GraphRecording(Recording):
     """Notes the launches of its thread on the CUDA back end instead of running them (`noting`); kernels give zeros
     meanwhile. `finish` makes a graph of them, `begin` launches it."""
 
-    def __init__(self, known: Iterable[mx.array], lent: Iterable[mx.array], told: Sequence[np.ndarray]):
+    def __init__(self, known: Known | Iterable[mx.array], lent: Iterable[mx.array], told: Sequence[np.ndarray]):
         """See `Recording`. ``told`` are like what each launch is told: ``inputs`` are arrays that stand for them.
         Raises BackendError."""
         enter()
         super().__init__(known, lent)
-        for start, end, _ in self._extents:
-            prefetch(start, end - start)
         self._nodes: list[_Node] = []
         self._node_of: list[int] = []
         self._end = NOWHERE
+        self._used: Counter[tuple[tuple[int, ...], mx.Dtype]] = Counter()
         # Sizes of outputs, by their addresses.
         self._outputs: dict[int, int] = {}
-        # Arrays whose addresses are taken while this is recorded, so that none is used twice.
+        # Arrays whose addresses are taken while this is recorded.
         self._met: list[object] = []
         self.inputs = [mx.array(array) for array in told]
         mx.eval(self.inputs)
@@ -173,13 +182,17 @@ class GraphRecording(Recording):
         outputs = []
         for _, shape, dtype in call.present_outputs:
             self._hold(values, self._end)
-            outputs.append(blank(shape, dtype))
+            used = self._used[shape, dtype]
+            self._used[shape, dtype] += 1
+            if used == len(alike := _stand_ins.setdefault((shape, dtype), [])):
+                alike.append(blank(shape, dtype))
+            outputs.append(alike[used])
             place = Place.of(outputs[-1])
             self._know(place, self._end)
             self._outputs[self._end] = place.end - place.address
             self._end += _aligned(max(1, place.end - place.address))
         self._nodes.append(_Node(call, values))
-        self._met += [inputs, outputs]
+        self._met.append(inputs)
         return outputs
 
     def _hold(self, values: list[ctypes.Array], address: int) -> None:
@@ -187,10 +200,11 @@ class GraphRecording(Recording):
         self._slots.append(values[-1])
         self._node_of.append(len(self._nodes))
 
-    def finish(self, large: mx.array, small: Sequence[mx.array]) -> None:
+    def finish(self, large: mx.array, small: Sequence[mx.array], *, instead: GraphRecording | None = None) -> None:
         """Compile the kernels, and lay them out for `begin`. ``large`` is the result that stays on the GPU, ``small``
         are those that come to the host; the first of these may become the first of what the next launch is told.
-        Raises NotRecordable unless a kernel wrote them, and BackendError."""
+        ``instead`` of another, which is not used any more, what that has for its results is used again. Raises
+        NotRecordable unless a kernel wrote them, and BackendError."""
         self._shapes, moved, size = [], [], 0
         for array in small:
             start, end = self._result(array)
@@ -202,8 +216,13 @@ class GraphRecording(Recording):
         self._large, self._large_bytes = self._memory.address + start - NOWHERE, large.nbytes
         self._put((start, end, self._small.address + at) for start, end, at in moved)
         self._put([(NOWHERE, self._end, self._memory.address)])
-        self._turns = [_Turn(self._told.nbytes, size, blank(large.shape, large.dtype)) for _ in range(IN_FLIGHT)]
-        self._stream, self._graph, self._number = Stream(), self._laid_out(), 0
+        self._kind = self._told.nbytes, size, tuple(large.shape), large.dtype
+        if instead is not None and instead._kind == self._kind:
+            self._stream, self._turns, self._number = instead._stream, instead._turns, instead._number
+        else:
+            turns = (_Turn(self._told.nbytes, size, blank(large.shape, large.dtype)) for _ in range(IN_FLIGHT))
+            self._stream, self._turns, self._number = Stream(), list(turns), 0
+        self._graph = self._laid_out()
         self._met.clear()
 
     def _result(self, array: mx.array) -> tuple[int, int]:

@@ -48,17 +48,22 @@ class Kernel:
     writes: tuple[str, ...] = ()
     weights: tuple[str, ...] = ()
 
-    @property
+    @cached_property
     def source(self) -> str:
         return read_source(METAL / f"{self.name}.metal")
 
+    @cached_property
+    def _facts(self) -> frozenset[tuple[str, str]]:
+        every = ((name, fact) for name in self.inputs for fact in ("shape", "strides"))
+        return frozenset((name, fact) for name, fact in every if f"{name}_{fact}" in self.source)
+
     def reads(self, name: str, fact: str) -> bool:
         """Whether the body reads the ``shape`` or the ``strides`` of an input. MLX decides by the same search."""
-        return f"{name}_{fact}" in self.source
+        return (name, fact) in self._facts
 
-    @property
+    @cached_property
     def strided(self) -> bool:
-        return any(self.reads(name, "strides") for name in self.inputs)
+        return any(fact == "strides" for _, fact in self._facts)
 
 
 @dataclass(frozen=True, eq=False)

@@ -86,20 +86,29 @@ class Place:
         return True
 
 
+class Known:
+    """Evaluated arrays that stay where they are, however often kernels over them are recorded."""
+
+    def __init__(self, arrays: Iterable[mx.array]):
+        # Handles of our own: who assigns to a part of an array gives it other memory.
+        self._kept = [copy(array) if isinstance(array, mx.array) else array for array in arrays]
+        places = sorted((Place.of(array) for array in self._kept), key=lambda place: place.address)
+        self.extents = [(place.address, place.end, place.address) for place in places]
+        """(first address, past the last, the first once more)"""
+
+
 class Recording:
     """What is known of memory while kernels are recorded, and where they hold addresses of it."""
 
-    def __init__(self, known: Iterable[mx.array], lent: Iterable[mx.array] = ()):
+    def __init__(self, known: Known | Iterable[mx.array], lent: Iterable[mx.array] = ()):
         """``known`` and ``lent`` are evaluated arrays that stay where they are and may change. Those that are ``lent``
         are the caller's to keep, and can be replaced by `move`."""
-        # Handles of our own: who assigns to a part of an array gives it other memory.
-        self._kept: list[object] = [copy(array) if isinstance(array, mx.array) else array for array in known]
+        self._known = known if isinstance(known, Known) else Known(known)
         # Each holds the address of an array that a call is given.
         self._slots: list[ctypes.Array] = []
         # (first address, past the last, what replaces the first)
-        self._extents: list[tuple[int, int, int]] = []
-        for array in (*self._kept, *lent):
-            place = Place.of(array)
+        self._extents = list(self._known.extents)
+        for place in map(Place.of, lent):
             self._know(place, place.address)
 
     def _know(self, place: Place, address: int) -> None:
@@ -137,6 +146,7 @@ class HostRecording(Recording):
         super().__init__(known, lent)
         self._library, self._threads = host.runtime()
         self._calls: list[ctypes.Array] = []
+        self._met: list[object] = []
         self._result: np.ndarray | None = None
 
     def __enter__(self) -> HostRecording:
@@ -180,5 +190,5 @@ class HostRecording(Recording):
         for output, array in zip(outputs, arrays, strict=True):
             self._know(Place.of(array), Place.of(output).address)
         self._calls.append(call)
-        # The MLX copies stay until the end of the recording, so that no address is used twice.
-        self._kept += [outputs, arrays]
+        # The MLX copies stay, so that no address is used twice.
+        self._met += [outputs, arrays]
