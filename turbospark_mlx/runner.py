@@ -310,6 +310,7 @@ class Runner:
             return
         self._check_usable()
         self._closed = True
+        self._step.wait()
         self._ids, self._cache, self._ahead, self._last = [], [], None, None
         self._step = self._slots = self.model = None
         if self.experts is not None:
@@ -443,6 +444,7 @@ class Runner:
     def _go_back(self) -> None:
         """After an error in the middle of a pass: to the end of the last one, or to nothing."""
         self._ahead = self._last = None
+        self._step.wait()
         if self.experts is not None:
             self.experts.settle()
         if reusable_prefix(self._cache, self.position) == self.position:
@@ -489,4 +491,5 @@ class Runner:
 
     def _empty(self) -> None:
         self._ids, self._ahead, self._last = [], None, None
+        self._step.wait()
         self._cache = self.model.make_cache(self.max_context)

@@ -14,7 +14,7 @@ was patched on a class.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import zip_longest
 from typing import Any, Protocol
@@ -114,7 +114,7 @@ class _Launched:
 
     @property
     def logits(self) -> mx.array:
-        return self._ticket.large.astype(mx.float32)
+        return self._ticket.large
 
     @property
     def likeliest(self) -> int:
@@ -260,6 +260,13 @@ class DecodeStep:
         token it is."""
         result = self._advance(after, cache, by_layer=False)
         return _Evaluating(_token(after), *result) if isinstance(result, tuple) else result
+
+    def wait(self) -> None:
+        """Return when nothing is written into a cache any more, wanted or not: MLX would give its memory to others."""
+        if self._recorded is not None:
+            # Who asked for what failed is told.
+            with suppress(BackendError):
+                self._recorded.wait()
 
     def _advance(self, after: int | Begun, cache: Sequence[LayerCache], by_layer: bool) -> _Result | Begun:
         offset = cache[0].offset
@@ -498,5 +505,4 @@ class _Graph(_OverBuffers):
         return self._last
 
     def wait(self) -> None:
-        if self._last is not None:
-            self._last.wait()
+        self._recording.wait()

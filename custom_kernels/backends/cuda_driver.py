@@ -165,6 +165,9 @@ class Stream:
     def record(self, event: Event) -> None:
         _call("cuEventRecord", event.handle, self._handle)
 
+    def wait(self) -> None:
+        _call("cuStreamSynchronize", self._handle)
+
 
 class Graph:
     """Kernels that are launched together, one after the other."""

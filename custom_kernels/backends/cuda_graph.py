@@ -121,14 +121,14 @@ class Ticket:
 
     @property
     def large(self) -> mx.array:
-        """The result that stays on the GPU, a copy. Not to be asked for the first time when `IN_FLIGHT` more launches
-        were begun."""
+        """A copy of the result that stays on the GPU, in float32. Not to be asked for the first time when `IN_FLIGHT`
+        more launches were begun."""
         self.wait()
         if self._large is None:
             if self._turn.ticket is not self:
                 raise BackendError("the result of a launch was asked for after others had taken its place")
             source = self._turn.large
-            self._large = source * mx.array(1, source.dtype)
+            self._large = source * 1 if source.dtype == mx.float32 else source.astype(mx.float32)
             mx.eval(self._large)
         return self._large
 
@@ -252,6 +252,11 @@ class GraphRecording(Recording):
         for index in {self._node_of[number] for number in changed}:
             self._graph.change(index, *self._nodes[index].arguments)
         return changed
+
+    def wait(self) -> None:
+        """Return when nothing is under way any more, whoever began it. Raises BackendError."""
+        enter()
+        self._stream.wait()
 
     def begin(self, told: Sequence[np.ndarray | None]) -> Ticket:
         """Launch the kernels with ``told``; None for the first takes the first small result of the last launch."""
