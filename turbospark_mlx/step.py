@@ -298,6 +298,7 @@ class DecodeStep:
 
     def _first(self, after: int | Begun, offset: int, found: Found, buffers: list[Buffers]) -> _Result | Begun:
         """Run the model as it is, to learn which rotations it asks for."""
+        self.wait()
         positions = Positions(offset, 1)
         states = [_PlacedState(buffer) for buffer in buffers]
         maps = self._maps()
