@@ -8,16 +8,21 @@
     const uint begin = group * SLICE, end = min(begin + SLICE, uint(N)), whole = begin + (end - begin) / 8 * 8;
     float most = -INFINITY;
     int place = N;
-    for (uint first = begin + 8 * self; first < whole; first += 8 * THREADS) {
-      Packed<T> packed;
-      load_eight(x + first, packed);
-      const Eight eight = unpack_eight(packed);
-      UNROLL
-      for (int i = 0; i < 8; ++i) {
-        const float value = eight.values[i];
-        if (value > most || value != value || (place == N && value == most)) {
-          most = value;
-          place = first + i;
+    // Fewer than eight values lie in another address space on Metal.
+    if constexpr (N >= 8) {
+      for (uint first = begin + 8 * self; first < whole; first += 8 * THREADS) {
+        Packed<T> packed;
+        load_eight(x + first, packed);
+        // A vector on a CPU, a structure on a GPU.
+        const Eight eight = unpack_eight(packed);
+        const thread float* values = (const thread float*)&eight;
+        UNROLL
+        for (int i = 0; i < 8; ++i) {
+          const float value = values[i];
+          if (value > most || value != value || (place == N && value == most)) {
+            most = value;
+            place = first + i;
+          }
         }
       }
     }

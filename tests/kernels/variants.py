@@ -117,6 +117,13 @@ def look_up(backend, count, bits, group_size, dtype, **more):
     return call, arrays
 
 
+def largest(backend, size, dtype):
+    def call(x):
+        return ck.largest(x, backend=backend)
+
+    return call, [normal(size, dtype=dtype)]
+
+
 def epilogue(backend, length, heads, kv_heads, head_dim, dtype, *, normed, learned=True, pairs=None):
     norms = [normal(head_dim, dtype=dtype)] * (2 if normed and learned else 0)
     more = {"eps": 1e-6, "head_norm": not learned} if normed else {}
@@ -497,6 +504,9 @@ def variants(backend: Backend) -> Iterator[Call]:
         gated = {"op": ck.gated_affine_matmul, "norm_weight": (4096,)}
         yield affine(backend, rows, 4096, 42, 4, 64, mx.bfloat16, mx.bfloat16, **gated)
         yield affine(backend, rows, 1792, 300, 4, 64, mx.float16, mx.float16, op=ck.greedy_head)
+    for dtype in DTYPES:
+        for size in (1, 7, 8, 8192, 8193, 20000):
+            yield largest(backend, size, dtype)
     yield affine(
         backend, 1, 576, 960, 4, 32, mx.float16, mx.float16, norm_weight=(576,), bias=(960,), residual=(1, 960)
     )
