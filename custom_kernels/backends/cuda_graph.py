@@ -87,8 +87,10 @@ class _Turn:
 class Ticket:
     """One launch of a `GraphRecording`, which may be under way."""
 
-    def __init__(self, turn: _Turn, shapes: Sequence[tuple[int, tuple[int, ...], type]]):
-        self._turn: _Turn | None = turn
+    def __init__(self, turn: _Turn, shapes: Sequence[tuple[int, tuple[int, ...], type]], recording: GraphRecording):
+        self._turn = turn
+        # Whose memory it works on.
+        self._recording: GraphRecording | None = recording
         self._event, self._shapes = turn.event, shapes
         self._small: list[np.ndarray] | None = None
         self._large: mx.array | None = None
@@ -97,6 +99,7 @@ class Ticket:
         """Return when all that the launch writes is written. Raises BackendError."""
         if self._small is None:
             self._event.wait()
+            self._recording = None
             memory = self._turn.small.view
             self._small = [
                 np.frombuffer(memory, dtype, prod(shape), start).reshape(shape).copy()
@@ -203,7 +206,7 @@ class GraphRecording(Recording):
         self._put((start, end, self._small.address + at) for start, end, at in moved)
         self._put([(NOWHERE, self._end, self._memory.address)])
         self._turns = [_Turn(self._told.nbytes, size, blank(large.shape, large.dtype)) for _ in range(IN_FLIGHT)]
-        self._stream, self._graph, self._number = Stream(), self._laid_out(), 0
+        self._stream, self._end_of_all, self._graph, self._number = Stream(), Event(), self._laid_out(), 0
         self._met.clear()
 
     def _result(self, array: mx.array) -> tuple[int, int]:
@@ -257,5 +260,11 @@ class GraphRecording(Recording):
         stream.on_device(turn.large_address, self._large, self._large_bytes)
         stream.to_host(turn.small.address, self._small.address, self._small.nbytes)
         stream.record(turn.event)
-        turn.ticket = Ticket(turn, self._shapes)
+        turn.ticket = Ticket(turn, self._shapes, self)
         return turn.ticket
+
+    def wait(self) -> None:
+        """Return when all launches have ended, those too that `begin` was interrupted in. Raises BackendError."""
+        enter()
+        self._stream.record(self._end_of_all)
+        self._end_of_all.wait()
