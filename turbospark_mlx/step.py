@@ -260,6 +260,11 @@ class DecodeStep:
         result = self._advance(after, cache, by_layer=False)
         return _Evaluating(_token(after), *result) if isinstance(result, tuple) else result
 
+    def wait(self) -> None:
+        """Return when no step writes any more that MLX does not know of, even one whose beginning was interrupted."""
+        if self._recorded is not None:
+            self._recorded.wait()
+
     def _advance(self, after: int | Begun, cache: Sequence[LayerCache], by_layer: bool) -> _Result | Begun:
         offset = cache[0].offset
         found = self._model.look_up(after, cache) if self._model.looks_up else {}
@@ -296,6 +301,7 @@ class DecodeStep:
         with observed(zeros) if self.is_apart else nullcontext():
             outputs = self._outputs(_token(after), states, positions, _arrays(found), maps)
         self._ropes, self._contents = positions.ropes, _Contents(self._model)
+        self.wait()
         self._compiled = self._recorded = None
         if self.is_apart:
             return self._run_graph(after, offset, found, buffers)
@@ -494,5 +500,4 @@ class _Graph(_OverBuffers):
         return self._last
 
     def wait(self) -> None:
-        if self._last is not None:
-            self._last.wait()
+        self._recording.wait()
