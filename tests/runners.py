@@ -54,7 +54,7 @@ def interrupted(line: int, *names: str) -> Iterator[list[int]]:
     lines = []
 
     def trace(frame, event, _):
-        if frame.f_code.co_name in names and "turbospark" in frame.f_code.co_filename:
+        if frame.f_code.co_name in names and frame.f_globals.get("__name__", "").startswith("turbospark_mlx."):
             lines.append(frame.f_lineno)
             if len(lines) == line + 1:
                 raise KeyboardInterrupt

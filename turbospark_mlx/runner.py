@@ -13,7 +13,7 @@ import operator
 import os
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -310,7 +310,9 @@ class Runner:
             return
         self._check_usable()
         self._closed = True
-        self._step.wait()
+        # Who gets its memory next does not wait for them.
+        with suppress(BackendError):
+            self._end_steps()
         self._ids, self._cache, self._ahead, self._last = [], [], None, None
         self._step = self._slots = self.model = None
         if self.experts is not None:
@@ -443,10 +445,14 @@ class Runner:
 
     def _go_back(self) -> None:
         """After an error in the middle of a pass: to the end of the last one, or to nothing."""
-        self._ahead = self._last = None
-        self._step.wait()
         if self.experts is not None:
             self.experts.settle()
+        try:
+            self._end_steps()
+        except TurbosparkError:
+            # What a step that failed has written is not known.
+            self._empty()
+            return
         if reusable_prefix(self._cache, self.position) == self.position:
             trim_all(self._cache, self.position)
         else:
@@ -489,7 +495,13 @@ class Runner:
             finally:
                 trim_all(self._cache, self.position)
 
-    def _empty(self) -> None:
-        self._ids, self._ahead, self._last = [], None, None
+    def _end_steps(self) -> None:
+        """Let all steps on their way come to their end, wanted or not. Raises BackendError."""
+        self._ahead = self._last = None
         self._step.wait()
-        self._cache = self.model.make_cache(self.max_context)
+
+    def _empty(self) -> None:
+        # Who gets the caches' memory next does not wait for them.
+        with suppress(BackendError):
+            self._end_steps()
+        self._ids, self._cache = [], self.model.make_cache(self.max_context)

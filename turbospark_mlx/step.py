@@ -14,7 +14,7 @@ was patched on a class.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from itertools import zip_longest
 from typing import Any, Protocol
@@ -262,11 +262,9 @@ class DecodeStep:
         return _Evaluating(_token(after), *result) if isinstance(result, tuple) else result
 
     def wait(self) -> None:
-        """Return when nothing is written into a cache any more, wanted or not: MLX would give its memory to others."""
+        """Return when no step writes any more that MLX does not know of, even one whose beginning was interrupted."""
         if self._recorded is not None:
-            # Who asked for what failed is told.
-            with suppress(BackendError):
-                self._recorded.wait()
+            self._recorded.wait()
 
     def _advance(self, after: int | Begun, cache: Sequence[LayerCache], by_layer: bool) -> _Result | Begun:
         offset = cache[0].offset

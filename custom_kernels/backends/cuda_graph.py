@@ -97,8 +97,10 @@ class _Turn:
 class Ticket:
     """One launch of a `GraphRecording`, which may be under way."""
 
-    def __init__(self, turn: _Turn, shapes: Sequence[tuple[int, tuple[int, ...], type]]):
-        self._turn: _Turn | None = turn
+    def __init__(self, turn: _Turn, shapes: Sequence[tuple[int, tuple[int, ...], type]], recording: GraphRecording):
+        self._turn = turn
+        # Whose memory it works on.
+        self._recording: GraphRecording | None = recording
         self._event, self._shapes = turn.event, shapes
         self._small: list[np.ndarray] | None = None
         self._large: mx.array | None = None
@@ -107,6 +109,7 @@ class Ticket:
         """Return when all that the launch writes is written. Raises BackendError."""
         if self._small is None:
             self._event.wait()
+            self._recording = None
             memory = self._turn.small.view
             self._small = [
                 np.frombuffer(memory, dtype, prod(shape), start).reshape(shape).copy()
@@ -254,7 +257,7 @@ class GraphRecording(Recording):
         return changed
 
     def wait(self) -> None:
-        """Return when nothing is under way any more, whoever began it. Raises BackendError."""
+        """Return when all launches have ended, those too that `begin` was interrupted in. Raises BackendError."""
         enter()
         self._stream.wait()
 
@@ -282,5 +285,5 @@ class GraphRecording(Recording):
         if self._shapes:
             stream.to_host(turn.small.address, self._small.address, self._small.nbytes)
         stream.record(turn.event)
-        turn.ticket = Ticket(turn, self._shapes)
+        turn.ticket = Ticket(turn, self._shapes, self)
         return turn.ticket

@@ -377,15 +377,15 @@ def layer(tmp_path):
         yield store(0, SPEC), store.slot_maps
 
 
-def launched(maps, y, chosen, given):
-    """As the step does it where MLX computes."""
-    return maps.launched(Routed(lambda: np.array(chosen).reshape(-1), given), partial(mx.eval, y))
-
-
 def token(seed):
     """Five experts are chosen from."""
     rng = np.random.default_rng(seed)
     return layers.route(rng, SPEC, 1, pool=5), *layers.inputs(rng, SPEC, 1)
+
+
+def launched(maps, y, chosen, given):
+    """A step that gives ``y`` once it is evaluated, and chose ``chosen``, of one layer."""
+    return maps.launched(Routed(lambda: np.array(chosen[0]).reshape(-1), given), partial(mx.eval, y))
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="MLX compiles for a CPU by g++")
@@ -402,7 +402,7 @@ def test_maps_are_inputs_of_what_was_traced_once(layer):
         indices, x, weights = token(seed)
         layer.load([[0, 1, 2, 3, 4, 5, 6], [9, 10, 11, 12, 13, 14], [4, 2, 0, 1, 3]][seed % 3])
         given = maps.arrays()
-        y, (chosen,) = compiled(indices, x, weights, given)
+        y, chosen = compiled(indices, x, weights, given)
         routed = launched(maps, y, chosen, given)
         fits = set(indices.tolist()[0]) <= set(layer.table.expert_of)
         assert fits is (seed % 3 != 1)
@@ -420,7 +420,7 @@ def test_no_slot_is_written_before_what_reads_it_was_computed(layer):
     indices, x, weights = token(1)
     expected = np.array(layer.finish(layer.begin(indices), x, weights))
     given = maps.arrays()
-    y, (chosen,) = maps.laid_out(given, lambda: layer.finish(layer.begin(indices), x, weights))
+    y, chosen = maps.laid_out(given, lambda: layer.finish(layer.begin(indices), x, weights))
     routed = launched(maps, y, chosen, given)
     layer.load(range(8, 15))
     assert_exact(y, expected)
@@ -434,7 +434,7 @@ def test_experts_that_do_not_exist_are_never_right(layer):
     layer.load(range(7))
     given = maps.arrays()
     for wrong in (-1, 16, 1 << 30):
-        routed = launched(maps, x, mx.array([0, 1, 2, wrong], mx.int32), given)
+        routed = launched(maps, x, [mx.array([0, 1, 2, wrong], mx.int32)], given)
         maps._sizes = [4]
         assert not maps.settle(routed)
         with pytest.raises(OptionError, match="a layer has 0 to 15"):
