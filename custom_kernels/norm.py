@@ -108,6 +108,9 @@ def plan(
     host = backend == "host"
     shared = not host and columns >= SHARED_COLUMNS
     simdgroups = min(32, -(-columns // (4 * SIMD_WIDTH))) if shared else 4
+    if simdgroups > 24 and sum(dtype is not None for dtype in input_dtypes) > 3:
+        # What threads keep has to fit into the registers that there are for all of them.
+        simdgroups = 16
     held = -(-columns // (simdgroups * SIMD_WIDTH))
     if host:
         groups = min(rows, -(-rows * columns // VALUES_PER_GROUP))
