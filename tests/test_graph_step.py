@@ -125,6 +125,21 @@ def test_a_miss_while_the_next_step_is_on_its_way(install, device, monkeypatch):
         assert both.runner.history == both.oracle.history
 
 
+def test_slots_are_written_when_launches_have_read_them(install, device, monkeypatch):
+    """Reads for other slots, asked for while two launches are on their way."""
+    with opened(install["gemma4-moe"], 7) as both:
+        both.prefill(PROMPT[:5])
+        runner = both.runner
+        runner.experts.warm([list(range(8))] * 4)
+        runner._slots.expect_hits()
+        runner.decode(TOKENS[0], ahead=True)
+        recording = runner._step._recorded._recording
+        assert recording._stream.waiting
+        layer = streamed_layers(runner)[2]
+        layer.load([expert for expert in range(8) if expert not in layer.table][:1])
+        assert not recording._stream.waiting
+
+
 def test_two_runners_of_one_model_do_not_meet(install, device):
     with opened(install["mistral"]) as both:
         one, other = (both.runner.__class__(each.model, max_context=64) for each in (both.runner, both.oracle))
@@ -166,9 +181,28 @@ def test_what_is_replaced_while_a_step_is_on_its_way_is_right_from_the_next_on(i
         for each in (both.runner, both.oracle):
             down = each.model.layers[1].mlp.down_proj
             down.scales = down.scales * 2
+        recording = both.runner._step._recorded._recording
         assert_exact(both.runner.decode(token, ahead=True), expected)
+        assert both.runner._step._recorded._recording is not recording
+        assert not recording._stream.waiting
         both.logits = expected
         both.greedily(3)
+
+
+def test_a_step_on_its_way_ends_before_its_graph_is_replaced(install, device):
+    """Though a reset asks for nothing of it, it writes into memory that others would be given."""
+    with opened(install["llama"]) as both:
+        both.prefill(PROMPT[:4])
+        both.greedily(3)
+        recording = both.runner._step._recorded._recording
+        both.reset()
+        assert recording._stream.waiting
+        for each in (both.runner, both.oracle):
+            down = each.model.layers[1].mlp.down_proj
+            down.scales = down.scales * 2
+        both.prefill(PROMPT[:4])
+        both.greedily(3)
+        assert not recording._stream.waiting
 
 
 class Halved(nn.Module):
