@@ -69,7 +69,7 @@ def test_every_family_decodes_the_same_bits(install, device, variant):
         assert device.calls["change"] > 0
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("variant", ["llama", "mistral", "gemma4-moe", *TAKEN_BACK, "deepseek-v3"])
 def test_however_fast_a_gpu_is(install, gpu, variant, seed):
     gpu(fake_cuda.anyhow(seed) if seed else fake_cuda.early)
@@ -125,6 +125,21 @@ def test_a_miss_while_the_next_step_is_on_its_way(install, device, monkeypatch):
         assert both.runner.history == both.oracle.history
 
 
+def test_slots_are_written_when_launches_have_read_them(install, device, monkeypatch):
+    """Reads for other slots, asked for while two launches are on their way."""
+    with opened(install["gemma4-moe"], 7) as both:
+        both.prefill(PROMPT[:5])
+        runner = both.runner
+        runner.experts.warm([list(range(8))] * 4)
+        runner._slots.expect_hits()
+        runner.decode(TOKENS[0], ahead=True)
+        recording = runner._step._recorded._recording
+        assert recording._stream.waiting
+        layer = streamed_layers(runner)[2]
+        layer.load([expert for expert in range(8) if expert not in layer.table][:1])
+        assert not recording._stream.waiting
+
+
 def test_two_runners_of_one_model_do_not_meet(install, device):
     with opened(install["mistral"]) as both:
         one, other = (both.runner.__class__(each.model, max_context=64) for each in (both.runner, both.oracle))
@@ -166,9 +181,28 @@ def test_what_is_replaced_while_a_step_is_on_its_way_is_right_from_the_next_on(i
         for each in (both.runner, both.oracle):
             down = each.model.layers[1].mlp.down_proj
             down.scales = down.scales * 2
+        recording = both.runner._step._recorded._recording
         assert_exact(both.runner.decode(token, ahead=True), expected)
+        assert both.runner._step._recorded._recording is not recording
+        assert not recording._stream.waiting
         both.logits = expected
         both.greedily(3)
+
+
+def test_a_step_on_its_way_ends_before_its_graph_is_replaced(install, device):
+    """Though a reset asks for nothing of it, it writes into memory that others would be given."""
+    with opened(install["llama"]) as both:
+        both.prefill(PROMPT[:4])
+        both.greedily(3)
+        recording = both.runner._step._recorded._recording
+        both.reset()
+        assert recording._stream.waiting
+        for each in (both.runner, both.oracle):
+            down = each.model.layers[1].mlp.down_proj
+            down.scales = down.scales * 2
+        both.prefill(PROMPT[:4])
+        both.greedily(3)
+        assert not recording._stream.waiting
 
 
 class Halved(nn.Module):
@@ -242,7 +276,7 @@ def catch_up(both):
 
 @pytest.mark.parametrize("slots", [None, 7, 8])
 @pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("count", [3])
 def test_an_error_at_a_wait_is_one_of_this_package_and_leaves_a_runner_that_works(install, device, slots, ahead, count):
     """Whichever wait it is, and however often."""
     with opened(install["gemma4-moe"], slots) as both:
@@ -282,7 +316,7 @@ LINES = (
 
 @pytest.mark.parametrize("after", ["decode", "prefill", "reset"])
 @pytest.mark.parametrize(
-    ("variant", "slots", "stride"), [("llama", None, 1), ("mistral", None, 3), ("gemma4-moe", 7, 7)]
+    ("variant", "slots", "stride"), [("llama", None, 1), ("mistral", None, 5), ("gemma4-moe", 7, 23)]
 )
 def test_ctrl_c_at_every_line_of_a_step(install, device, monkeypatch, variant, slots, stride, after):
     """Wherever it comes, the history is right, and so is what follows, whatever was on its way: another step, or MLX's
