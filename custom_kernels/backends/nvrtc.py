@@ -15,7 +15,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from turbospark_mlx.custom_kernels.backends import compiler, cuda
-from turbospark_mlx.custom_kernels.backends.kernel import SIMD_WIDTH, Launch, body
+from turbospark_mlx.custom_kernels.backends.kernel import Launch, body
 from turbospark_mlx.errors import BackendError
 
 logger = logging.getLogger(__name__)
@@ -77,8 +77,7 @@ def source_text(call: Launch) -> str:
             parts.append(f"using {name} = {TYPES[value]};")
         else:
             parts.append(f"constexpr {'bool' if isinstance(value, bool) else 'int'} {name} = {int(value)};")
-    threads = call.simdgroups * SIMD_WIDTH
-    parts.append(f'extern "C" __global__ void __launch_bounds__({threads}) {kernel.name}({", ".join(arguments)}) {{')
+    parts.append(f'extern "C" __global__ void {kernel.name}({", ".join(arguments)}) {{')
     parts += ["" if WAIT in kernel.source else WAIT, cuda.ATTRIBUTES, cuda.translate(body(kernel, call.names)), "}"]
     return "\n".join(parts)
 

@@ -51,10 +51,9 @@ def without_comments(text):
 
 def test_arguments_are_those_that_a_graph_passes(product):
     text = nvrtc.source_text(product)
-    (head,) = re.findall(r'extern "C" __global__ void __launch_bounds__\((\d+)\) (\w+)\((.*?)\) {', text)
-    assert head[0] == str(product.simdgroups * 32)
-    assert head[1] == "dequant_gemv_simd"
-    assert head[2] == (
+    (head,) = re.findall(r'extern "C" __global__ void (\w+)\((.*?)\) {', text)
+    assert head[0] == "dequant_gemv_simd"
+    assert head[1] == (
         "const uint* w, const half* scales, const half* biases, const bfloat16_t* x, "
         "const __grid_constant__ Numbers<int32_t> x_shape, const bfloat16_t* norm_weight, bfloat16_t* y"
     )
