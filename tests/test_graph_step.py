@@ -5,7 +5,6 @@ import gc
 import itertools
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import pytest
 
@@ -14,7 +13,7 @@ from tests.experts.test_on_device import COUNTS, Choices, Ways, evict, streamed_
 from tests.families.oracles import PROMPT, assert_exact
 from tests.kernels import fake_cuda
 from tests.runners import TOKENS, interrupted, walk
-from tests.test_step import DEEPSEEK2, GEMMA4, GPT_OSS, LLAMA, MUSE, MXFP4, QWEN, QWEN4, SPARK, Installs
+from tests.test_step import DEEPSEEK2, GEMMA4, GPT_OSS, LLAMA, MUSE, MXFP4, QWEN, QWEN4, SPARK, Halved, Installs
 from turbospark_mlx.cache import kv
 from turbospark_mlx.custom_kernels.backends import compiler
 from turbospark_mlx.errors import BackendError
@@ -203,17 +202,6 @@ def test_a_step_on_its_way_ends_before_its_graph_is_replaced(install, device):
         both.prefill(PROMPT[:4])
         both.greedily(3)
         assert not recording._stream.waiting
-
-
-class Halved(nn.Module):
-    """More than kernels."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def __call__(self, x, *, norm, residual):
-        return self.inner(x, norm=norm, residual=residual) * 0.5
 
 
 @pytest.mark.parametrize("ahead", [False, True])

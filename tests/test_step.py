@@ -247,16 +247,19 @@ def test_a_step_notices_what_was_replaced(install):
         assert runner.report().decode_step == "one list of kernels"
 
 
+class Halved(nn.Module):
+    """More than kernels."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def __call__(self, x, *, norm, residual):
+        return self.inner(x, norm=norm, residual=residual) * 0.5
+
+
 @needs_compiler
 def test_a_model_that_does_more_than_kernels_runs_one_operation_after_the_other(install):
-    class Halved(nn.Module):
-        def __init__(self, inner):
-            super().__init__()
-            self.inner = inner
-
-        def __call__(self, x, *, norm, residual):
-            return self.inner(x, norm=norm, residual=residual) * 0.5
-
     with Runner.open(install["llama"], kernels="host") as runner:
         caches = follow(runner, TOKENS[:3], PROMPT[:4])
         runner.model.layers[0].mlp = Halved(runner.model.layers[0].mlp)

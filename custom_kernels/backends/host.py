@@ -16,18 +16,10 @@ import mlx.core as mx
 import numpy as np
 
 from turbospark_mlx.custom_kernels.backends import compiler
-from turbospark_mlx.custom_kernels.backends.kernel import METAL, Launch, body, given, read_source
+from turbospark_mlx.custom_kernels.backends.kernel import METAL, TYPES, Launch, body, constants, given, read_source
 from turbospark_mlx.errors import BackendError
 
 HERE = Path(__file__).parent
-TYPES = {
-    mx.float32: "float",
-    mx.float16: "half",
-    mx.bfloat16: "bfloat16_t",
-    mx.uint32: "uint",
-    mx.int32: "int",
-    mx.uint8: "uint8_t",
-}
 NUMPY_TYPES = {mx.float32: np.float32, mx.int32: np.int32, mx.uint32: np.uint32}
 SHAPE, STRIDES = 1, 2
 
@@ -81,11 +73,7 @@ def source_text(call: Launch) -> str:
     for header in kernel.headers:
         own = HERE / f"host_{header}.h"
         parts.append(read_source(own if own.exists() else METAL / f"{header}.h"))
-    for name, value in call.template:
-        if isinstance(value, mx.Dtype):
-            parts.append(f"using {name} = {TYPES[value]};")
-        else:
-            parts.append(f"constexpr {'bool' if isinstance(value, bool) else 'int'} {name} = {int(value)};")
+    parts += constants(call)
     arguments = []
     for name, dtype in call.present_inputs:
         arguments.append((f"const {TYPES[dtype]}*", name))

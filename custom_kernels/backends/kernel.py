@@ -15,6 +15,16 @@ METAL = Path(__file__).parent.parent / "metal"
 SIMD_WIDTH = 32
 """Lanes of a simdgroup on GPUs."""
 
+TYPES = {
+    mx.float32: "float",
+    mx.float16: "half",
+    mx.bfloat16: "bfloat16_t",
+    mx.uint32: "uint",
+    mx.int32: "int",
+    mx.uint8: "uint8_t",
+}
+"""What the elements of arrays are called in a kernel's text."""
+
 Template = tuple[tuple[str, int | bool | mx.Dtype], ...]
 
 
@@ -113,6 +123,16 @@ def body(kernel: Kernel, names: tuple[tuple[str, ...], tuple[str, ...]]) -> str:
             absent += [f"const constant int64_t* {name}_strides = nullptr;"] * kernel.reads(name, "strides")
     absent += [f"device float* {name} = nullptr;" for name in kernel.outputs if name not in outputs]
     return "\n".join([*absent, f'#line 1 "{kernel.name}.metal"', kernel.source])
+
+
+def constants(call: Launch) -> list[str]:
+    """The template parameters of a launch as lines of C++."""
+    return [
+        f"using {name} = {TYPES[value]};"
+        if isinstance(value, mx.Dtype)
+        else f"constexpr {'bool' if isinstance(value, bool) else 'int'} {name} = {int(value)};"
+        for name, value in call.template
+    ]
 
 
 def bind(function: Callable[..., list[mx.array]], call: Launch) -> Callable[..., list[mx.array]]:

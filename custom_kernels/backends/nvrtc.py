@@ -12,23 +12,13 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-import mlx.core as mx
-
 from turbospark_mlx.custom_kernels.backends import compiler, cuda
-from turbospark_mlx.custom_kernels.backends.kernel import Launch, body
+from turbospark_mlx.custom_kernels.backends.kernel import TYPES, Launch, body, constants
 from turbospark_mlx.errors import BackendError
 
 logger = logging.getLogger(__name__)
 
 LIBRARIES = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
-TYPES = {
-    mx.float32: "float",
-    mx.float16: "half",
-    mx.bfloat16: "bfloat16_t",
-    mx.uint32: "uint",
-    mx.int32: "int",
-    mx.uint8: "uint8_t",
-}
 DIMENSIONS = 8
 """Numbers in a shape or in strides, as kernels are passed them."""
 WAIT = "WAIT_FOR_INPUTS"
@@ -71,12 +61,7 @@ def source_text(call: Launch) -> str:
         if kernel.reads(name, "strides"):
             arguments.append(f"const __grid_constant__ Numbers<int64_t> {name}_strides")
     arguments += [f"{TYPES[dtype]}* {name}" for name, _, dtype in call.present_outputs]
-    parts = [PRELUDE, OVERLAP, cuda.header(kernel)]
-    for name, value in call.template:
-        if isinstance(value, mx.Dtype):
-            parts.append(f"using {name} = {TYPES[value]};")
-        else:
-            parts.append(f"constexpr {'bool' if isinstance(value, bool) else 'int'} {name} = {int(value)};")
+    parts = [PRELUDE, OVERLAP, cuda.header(kernel), *constants(call)]
     parts.append(f'extern "C" __global__ void {kernel.name}({", ".join(arguments)}) {{')
     parts += ["" if WAIT in kernel.source else WAIT, cuda.ATTRIBUTES, cuda.translate(body(kernel, call.names)), "}"]
     return "\n".join(parts)

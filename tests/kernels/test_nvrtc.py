@@ -11,7 +11,7 @@ import pytest
 from tests.kernels.test_cuda_text import launches
 from tests.kernels.variants import affine, look_up
 from turbospark_mlx.custom_kernels.backends import Backend, nvrtc
-from turbospark_mlx.custom_kernels.backends.kernel import METAL
+from turbospark_mlx.custom_kernels.backends.kernel import METAL, TYPES
 from turbospark_mlx.errors import BackendError
 
 try:
@@ -67,7 +67,7 @@ def test_template_parameters_are_constants_before_the_function(product):
     for name, value in product.template:
         kind = "bool" if isinstance(value, bool) else "int"
         spelled = (
-            f"using {name} = {nvrtc.TYPES[value]};"
+            f"using {name} = {TYPES[value]};"
             if isinstance(value, mx.Dtype)
             else f"constexpr {kind} {name} = {int(value)};"
         )
