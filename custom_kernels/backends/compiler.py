@@ -112,6 +112,7 @@ def cache_directory() -> Path:
 
 def keep(path: Path, content: bytes) -> None:
     """Write a file of the cache so that it is there complete or not at all. Raises OSError."""
+    _sweep(path.parent)
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         file.write(content)
         file.flush()
@@ -125,11 +126,12 @@ def _sweep(directory: Path) -> None:
     oldest = time.time() - 2 * COMPILE_SECONDS
     with os.scandir(directory) as entries:
         for entry in entries:
-            if entry.name.startswith(tempfile.gettempprefix()) and entry.is_dir(follow_symlinks=False):
+            if entry.name.startswith(tempfile.gettempprefix()):
                 # A concurrent sweep may take it first.
                 with suppress(OSError):
                     if entry.stat(follow_symlinks=False).st_mtime < oldest:
-                        shutil.rmtree(entry.path)
+                        remove = shutil.rmtree if entry.is_dir(follow_symlinks=False) else os.unlink
+                        remove(entry.path)
 
 
 def load(name: str, text: str, compiler: Compiler, loader: Callable[[str], Library]) -> Library:

@@ -534,8 +534,9 @@ def test_what_killed_builds_left_is_swept(tmp_path, monkeypatch):
         path.mkdir()
         (path / "file").write_text("")
     (directory / "tmp3").symlink_to(elsewhere)
+    (half := directory / "tmp4").write_text("half of a file")
     past = time.time() - 2 * compiler.COMPILE_SECONDS - 60
-    for path in (old, zig, elsewhere):
+    for path in (old, half, zig, elsewhere):
         os.utime(path, (past, past))
     library = compiler.build("answer", 'extern "C" int answer() { return 42; }', chosen)
     assert {path.name for path in directory.iterdir()} == {"tmp2", "tmp3", "zig", library.name}
