@@ -56,7 +56,13 @@ def _library() -> ctypes.CDLL:
 
 def _call(name: str, *arguments: object) -> None:
     library = _library()
-    if status := getattr(library, name)(*arguments):
+    try:
+        function = getattr(library, name)
+    except AttributeError:
+        raise BackendError(
+            f"{LIBRARY} has no {name}: NVIDIA's driver is too old; version 545 or newer has it"
+        ) from None
+    if status := function(*arguments):
         words = ctypes.c_char_p()
         library.cuGetErrorString(status, ctypes.byref(words))
         raise BackendError(f"{name}: {(words.value or b'an error without a name').decode()} ({status})")
