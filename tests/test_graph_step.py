@@ -188,19 +188,29 @@ def test_what_is_replaced_while_a_step_is_on_its_way_is_right_from_the_next_on(i
         both.greedily(3)
 
 
-def test_a_step_on_its_way_ends_before_its_graph_is_replaced(install, device):
-    """Though a reset asks for nothing of it, it writes into memory that others would be given."""
+def test_a_step_on_its_way_ends_before_its_caches_are_given_up(install, device):
+    """It writes into memory that others would be given."""
     with opened(install["llama"]) as both:
         both.prefill(PROMPT[:4])
         both.greedily(3)
         recording = both.runner._step._recorded._recording
-        both.reset()
         assert recording._stream.waiting
-        for each in (both.runner, both.oracle):
-            down = each.model.layers[1].mlp.down_proj
-            down.scales = down.scales * 2
+        both.reset()
+        assert not recording._stream.waiting
         both.prefill(PROMPT[:4])
         both.greedily(3)
+
+
+def test_a_step_on_its_way_ends_before_its_graph_is_replaced(install, device):
+    with opened(install["llama"]) as both:
+        both.prefill(PROMPT[:4])
+        both.greedily(3)
+        runner = both.runner
+        recording, down = runner._step._recorded._recording, runner.model.layers[1].mlp.down_proj
+        down.scales = down.scales * 2
+        assert recording._stream.waiting
+        runner._step.begin(5, runner._cache)
+        assert runner._step._recorded._recording is not recording
         assert not recording._stream.waiting
 
 
