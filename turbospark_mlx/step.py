@@ -8,7 +8,7 @@ there, and what a model finds by it on the host. Keys and values are written in 
 but for the experts that were chosen where a GPU has only some of them.
 
 A step notices parameters and modules that were replaced, and finds its operations again. It cannot notice a method that
-was patched on a class.
+was patched on a class, nor that a part of an array was assigned to: give the module the array once more.
 """
 
 from __future__ import annotations

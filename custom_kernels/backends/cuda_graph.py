@@ -39,9 +39,7 @@ ALIGNMENT = 256
 NOWHERE = 1 << 62
 """Outputs have addresses from here on until it is known how much memory they need."""
 IN_FLIGHT = 4
-"""Launches whose results may be held by the host; the one before the last of them is always over."""
-
-
+"""Launches that may be under way, or whose results were not asked for yet; another waits for the first of them."""
 SMALL_TYPES = {mx.float32: np.float32, mx.int32: np.int32, mx.uint32: np.uint32}
 _functions: dict[Launch, Handle] = {}
 """What was loaded of compiled kernels, which stays until the end of the process."""
@@ -236,15 +234,15 @@ class GraphRecording(Recording):
         return start, start + array.nbytes
 
     def _laid_out(self) -> Graph:
-        missing = {
-            nvrtc.source_text(node.call): node.call.kernel.name for node in self._nodes if node.call not in _functions
-        }
-        codes = nvrtc.compile_all(missing, "sm_{}{}".format(*capability()))
-        loaded = {text: function(code, missing[text]) for text, code in codes.items()}
+        # Layers share their launches.
+        missing = [call for call in dict.fromkeys(node.call for node in self._nodes) if call not in _functions]
+        texts = {call: nvrtc.source_text(call) for call in missing}
+        names = {text: call.kernel.name for call, text in texts.items()}
+        codes = nvrtc.compile_all(names, "sm_{}{}".format(*capability()))
+        loaded = {text: function(code, names[text]) for text, code in codes.items()}
+        _functions.update((call, loaded[text]) for call, text in texts.items())
         graph = Graph(overlapping=capability() >= nvrtc.OVERLAPS)
         for node in self._nodes:
-            if node.call not in _functions:
-                _functions[node.call] = loaded[nvrtc.source_text(node.call)]
             node.function = _functions[node.call]
             graph.add(*node.arguments)
         graph.finish()
